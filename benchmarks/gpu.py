@@ -18,6 +18,7 @@ to check the benchmark itself; its times mean nothing and are not written. Under
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -29,25 +30,19 @@ from typing import Any
 import torch
 from circumstances import new_result
 
-PARTS = ("matmul", "variants", "ops", "virtual", "slow-link", "small", "host", "sanitizer")
+PARTS = {  # with their files in gpu_parts
+    "matmul": "shapes", "variants": "shapes", "ops": "ops", "virtual": "overlap",
+    "slow-link": "overlap", "small": "shapes", "host": "host", "sanitizer": "host",
+}  # fmt: skip
 SECONDS = 480.0
 
 Record = dict[str, Any]
 
 
 def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
-    from gpu_parts import host, ops, overlap, shapes
-
-    return {
-        "matmul": shapes.matmul,
-        "variants": shapes.variants,
-        "ops": ops.ops,
-        "small": shapes.small,
-        "virtual": overlap.virtual,
-        "slow-link": overlap.slow_link,
-        "host": host.host,
-        "sanitizer": host.sanitizer,
-    }[name]
+    module = importlib.import_module(f"gpu_parts.{PARTS[name]}")
+    part: Callable[[bool, int], Iterator[Record]] = getattr(module, name.replace("-", "_"))
+    return part
 
 
 def circumstances() -> Record:
@@ -75,12 +70,6 @@ def line(record: Record) -> str:
     return f"{record['part']:9} {record['case']:44} {found}".rstrip()
 
 
-def result_file(facts: Record) -> Path:
-    """Where results go by default."""
-    slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
-    return new_result(f"gpu-{slug}", facts)
-
-
 def write(out: Path, facts: Record, records: list[Record]) -> None:
     """All of ``records``, in place of what is there; whoever is killed meanwhile leaves that."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +79,6 @@ def write(out: Path, facts: Record, records: list[Record]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append", help="only this; repeatable")
     parser.add_argument("--repetitions", type=int, default=15)
@@ -106,7 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("--dry-run is for machines without a GPU; set CUDA_VISIBLE_DEVICES= to hide it")
         return 2
     facts = {} if options.dry_run else circumstances()
-    out = options.out if options.dry_run else options.out or result_file(facts)
+    out = options.out
+    if not options.dry_run and out is None:
+        slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
+        out = new_result(f"gpu-{slug}", facts)
     records: list[Record] = []
     started, failed = time.monotonic(), False
     for name in options.part or PARTS:

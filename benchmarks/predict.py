@@ -112,7 +112,6 @@ def page_with(text: str, made: Sequence[Table]) -> str:
 def document(
     machine: ModelMachine, made: Sequence[Table], recommended: Sequence[Recommendation]
 ) -> str:
-    """The predictions as JSON."""
     return json.dumps(
         {
             "what": "predicted by benchmarks/predict.py; nothing here is measured unless it says so",
@@ -132,7 +131,6 @@ def document(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments, predict, print, write."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

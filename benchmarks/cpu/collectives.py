@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case
+from cpu.measure import Case, Shape
 
 import interlace
 
@@ -17,22 +17,13 @@ def cases(op: str) -> Iterator[Case]:
     for count in ELEMENTS:
         part = torch.randn(count)
         whole = torch.randn(count * interlace.get_world_size())
-        for name, theirs, ours in (
-            (
-                "all_gather",
-                partial(dist.all_gather_into_tensor, whole, part),
-                partial(interlace.all_gather, whole, part),
-            ),
-            (
-                "reduce_scatter",
-                partial(dist.reduce_scatter_tensor, part, whole),
-                partial(interlace.reduce_scatter, part, whole),
-            ),
-            (
-                "all_reduce",
-                partial(dist.all_reduce, part, op=dist.ReduceOp.AVG),
-                partial(interlace.all_reduce, part, "avg"),
-            ),
+        average = partial(dist.all_reduce, op=dist.ReduceOp.AVG)
+        for name, theirs, *tensors in (
+            ("all_gather", dist.all_gather_into_tensor, whole, part),
+            ("reduce_scatter", dist.reduce_scatter_tensor, part, whole),
+            ("all_reduce", average, part),
         ):
-            shape: dict[str, int | str] = {"elements": count, "dtype": "float32"}
-            yield Case(name, shape, "gloo", {"gloo": theirs, "copy": ours})
+            how = {"op": "avg"} if name == "all_reduce" else {}
+            ours = partial(getattr(interlace, name), *tensors, **how)
+            shape: Shape = {"elements": count, "dtype": "float32"}
+            yield Case(name, shape, "gloo", {"gloo": partial(theirs, *tensors), "copy": ours})

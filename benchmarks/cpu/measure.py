@@ -7,15 +7,22 @@ ratios are of medians of the same run.
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from statistics import median
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import interlace
 from interlace.benchmark.protocol import alternate
+
+Shape = dict[str, int | str]
+Candidates = dict[str, Callable[[], object]]
 
 
 @dataclass
@@ -23,18 +30,16 @@ class Case:
     """One shape of one op: what to time, by name, and the name that ratios are taken against."""
 
     op: str
-    shape: dict[str, int | str]
+    shape: Shape
     baseline: str
-    candidates: dict[str, Callable[[], object]] = field(default_factory=dict)
+    candidates: Candidates = field(default_factory=dict)
 
 
 @dataclass
 class Measurement:
-    """Medians in microseconds by candidate."""
-
     op: str
     world_size: int
-    shape: dict[str, int | str]
+    shape: Shape
     baseline: str
     microseconds: dict[str, float]
     repetitions: int
@@ -44,22 +49,9 @@ class Measurement:
         return self.microseconds[self.baseline] / self.microseconds[candidate]
 
 
-def gloo(port: int) -> None:
-    """Join torch's gloo group next to interlace's, over a store on ``port`` of this host."""
-    if not dist.is_initialized():
-        rank, world_size = interlace.get_rank(), interlace.get_world_size()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=120),
-        )
-
-
 @contextlib.contextmanager
-def beside_gloo(path: str) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """torch's gloo group and interlace's over the same ranks, which meet at the file ``path``."""
+def gloo(path: str) -> Iterator[Any]:
+    """torch's gloo group over the same ranks as interlace's, which meet at the file ``path``."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{path}",
@@ -68,12 +60,31 @@ def beside_gloo(path: str) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGrou
         timeout=timedelta(seconds=120),
     )
     try:
-        gloo = dist.group.WORLD
-        assert gloo is not None
-        yield gloo, dist.new_group(backend="interlace")
+        yield dist.group.WORLD
     finally:
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def beside_gloo(path: str) -> Iterator[Callable[[Callable[[Any], object]], Candidates]]:
+    """Yield a function that makes two candidates of an op: on torch's gloo group and on interlace's."""
+    torch.set_num_threads(1)
+    with gloo(path) as group:
+        groups = {"gloo": group, "interlace": dist.new_group(backend="interlace")}
+        yield lambda op: {name: partial(op, each) for name, each in groups.items()}
+
+
+def on_ranks(
+    on_rank: Callable[..., list[Measurement]], world_size: int, *values: Any
+) -> list[Measurement]:
+    """Return ``on_rank(path, *values)`` of processes on this host; ``path`` is a file to meet at."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = f"{folder}/store", *values
+        found: list[Measurement] = interlace.run(
+            on_rank, world_size, *given, place="shm", timeout=1200.0
+        )[0]
+    return found
 
 
 def measure(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from cpu.measure import Measurement
+from cpu.measure import Measurement, Shape
 
 import interlace
 from interlace import symmetric_memory
@@ -119,7 +119,7 @@ def plain(world_size: int) -> float:
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
     """Candidates alternate; the first two repetitions warm up and do not count."""
-    shape: dict[str, int | str] = {"programs": PROGRAMS, "block": BLOCK, "dtype": "float32"}
+    shape: Shape = {"programs": PROGRAMS, "block": BLOCK, "dtype": "float32"}
     found = []
     for op, kernel, parts in (
         ("schedules", exchange_kernel, world_size),
@@ -153,7 +153,7 @@ def measurements(world_size: int, repetitions: int) -> list[Measurement]:
 def _measured(
     op: str,
     world_size: int,
-    shape: dict[str, int | str],
+    shape: Shape,
     baseline: str,
     candidates: Mapping[str, Callable[[], float]],
     repetitions: int,

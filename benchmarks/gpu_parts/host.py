@@ -1,10 +1,11 @@
 """Two parts of ``gpu.py``: the host's time per call and graph replay; compute-sanitizer."""
 
+import functools
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,9 @@ def host(dry_run: bool, repetitions: int) -> Iterator[Record]:
     if not dry_run:
         where = {"place": "cuda", "processes": True}  # with plans
     m, n, k = DRY_SHAPE if dry_run else SHAPE
-    for op in OPS:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         case, given = f"{op} W=1, {m} x {n} x {k}", (op, m, n, k, repetitions)
         yield on_ranks("host", case, _host, *given, **where)
-
-
-def _gathering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
-
-
-def _scattering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
-
-
-OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "all_gather_matmul": _gathering,
-    "matmul_reduce_scatter": _scattering,
-}
 
 
 def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
@@ -67,25 +54,25 @@ def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
     dtype = dtype_here()
     x = torch.randn(m, k, device=device, dtype=dtype)
     w = torch.randn(n, k, device=device, dtype=dtype).t()
-    call = OPS[op]
-    correct = close(call(x, w), torch.mm(x, w))
+    call = functools.partial(getattr(interlace, op), x, w, algorithm="fused")
+    correct = close(call(), torch.mm(x, w))
     seconds = []
     for _ in range(repetitions + 1):
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS if cuda else 1):
-            call(x, w)
+            call()
         seconds.append((time.perf_counter() - start) / (CALLS if cuda else 1) * 1e6)
     times = {
         "host": Time.of(seconds[1:]),
-        **alternating({"eager": [lambda: call(x, w)]}, repetitions, graph=False),
+        **alternating({"eager": [call]}, repetitions, graph=False),
     }
     derived: dict[str, float] = {}
     if cuda:
         graph, output = torch.cuda.CUDAGraph(), torch.empty(0)
         with torch.cuda.graph(graph):
-            output = call(x, w)
+            output = call()
         right = 0
         for _ in range(REPLAYS):
             x.normal_()

@@ -40,8 +40,6 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """The records of one file."""
-
     file: str
     records: list[Record]
 
@@ -120,37 +118,20 @@ def _kernel_us(machine: ModelMachine, m: int, n: int, k: int) -> float:
     return matmul_us(machine, tiling_of(machine, chosen), m, n, k)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A measured time and the predicted one."""
-
-    case: str
-    candidate: str
-    measured_us: float
-    predicted_us: float
-
-    @property
-    def error(self) -> float:
-        """Relative."""
-        return self.predicted_us / self.measured_us - 1
-
-
-def compare_measured(machine: ModelMachine, folder: Path = RESULTS) -> list[Comparison]:
-    """Fused ops of the latest file beside what ``machine`` predicts; nothing where there is no file."""
-    measured, found = measured_for(machine, folder), []
-    if measured is None:
-        return []
-    if machine.virtual_ranks:
-        for case, each, times in measured.times("virtual"):
-            shape = Shape(case.split(" ")[0], each["m"], each["n"], each["k"], each["w"])
-            for name, algorithm in _VIRTUAL.items():
-                if name in times:
-                    ours = predict(machine, shape, algorithm).microseconds
-                    found.append(Comparison(case, name, times[name], ours))
-    if machine.name == "h200-pcie":
-        for case, each, times in measured.times("slow-link"):
-            if case.startswith("copy engine") and "fused" in times:
-                shape = Shape("all_gather_matmul", each["m"], each["n"], each["k"], each["w"])
-                ours = predict(machine, shape, "fused").microseconds
-                found.append(Comparison(case, "fused", times["fused"], ours))
-    return found
+def compare_measured(
+    machine: ModelMachine, folder: Path = RESULTS
+) -> Iterator[tuple[str, str, float, float]]:
+    """Yield (case, candidate, measured, predicted) of fused ops in the latest file, in microseconds."""
+    measured = measured_for(machine, folder)
+    part = "virtual" if machine.virtual_ranks else "slow-link"
+    if measured is None or not (machine.virtual_ranks or machine.name == "h200-pcie"):
+        return
+    for case, each, times in measured.times(part):
+        op, algorithms = case.split(" ")[0], _VIRTUAL
+        if part == "slow-link":
+            op = "all_gather_matmul"
+            algorithms = {"fused": "fused"} if case.startswith("copy engine") else {}
+        shape = Shape(op, each["m"], each["n"], each["k"], each["w"])
+        for name, algorithm in algorithms.items():
+            if name in times:
+                yield case, name, times[name], predict(machine, shape, algorithm).microseconds

@@ -48,16 +48,13 @@ class Fit:
     errors: Errors
 
     def stored(self) -> float:
-        """The value in ``simulation.machines``."""
         return float(getattr(MACHINES[self.machine], self.parameter))
 
     def loss(self, value: float) -> float:
-        """Sum of squares."""
         machine = MACHINES[self.machine].with_values("fitted: now", **{self.parameter: value})
         return sum(error * error for error in self.errors(machine))
 
     def best(self, steps: int = 24) -> float:
-        """The value with the least loss."""
         return least(self.loss, self.low, self.high, steps)
 
 

@@ -14,7 +14,7 @@ import torch
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 from model.simulation import gather, nodes, peers, reduce
-from model.simulation.cluster import Cluster, everyone_of
+from model.simulation.cluster import Cluster
 from model.simulation.engine import Process
 from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
 from model.simulation.machines import ModelMachine
@@ -99,7 +99,6 @@ def orders(shape: Shape) -> tuple[str, ...]:
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """Return the algorithms for an op."""
     own: tuple[str, ...] = ("fused",) if op == "matmul_all_reduce" else INTERLACE
     if op == "matmul_reduce_scatter":
         own = tuple(name for name in own if name != "fused by SMs")
@@ -162,21 +161,14 @@ def predict(
         raise ValueError(
             f"{shape.op} has no algorithm {algorithm!r}; it has {', '.join(algorithms(shape.op))}"
         )
-    prediction = Prediction(
-        shape,
-        machine.name,
-        algorithm,
-        0.0,
-        alone_us(machine, shape),
-        collective_us(machine, shape),
-        log=log,
-    )
+    alone = alone_us(machine, shape), collective_us(machine, shape)
+    prediction = Prediction(shape, machine.name, algorithm, 0.0, *alone, log=log)
     if algorithm == "unfused":
         prediction.microseconds = unfused_us(machine, shape)
         return prediction
     configuration = configuration or default_configuration(shape)
     simulated = _process(shape, algorithm, configuration, order)
-    unequal = everyone_of(shape.rows)
+    unequal = len(set(shape.rows)) > 1  # then no rank stands for all
     if unequal and simulated.equal_rows:
         raise ValueError(f"{algorithm} is modelled for equal shards only, not {shape.rows}")
     each = everyone or unequal or order == "rank 0 first"
@@ -184,5 +176,5 @@ def predict(
     for rank in cluster.ranks:
         cluster.spawn(simulated.process(cluster, rank, shape), f"rank {rank}")
     prediction.microseconds = max(cluster.run(), simulated.host.microseconds(cluster))
-    prediction.usage = cluster.usage()
+    prediction.cluster = cluster
     return prediction

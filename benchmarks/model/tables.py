@@ -5,18 +5,19 @@ Everything predicted is called so.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from model.calibration import compare_measured
 from model.choose import (
     ROWS,
     SHAPES,
     Recommendation,
-    order_effects,
+    order_times,
     recommended,
     sensitivities,
 )
 from model.fit import FITS
-from model.predict import default_configuration, predict
+from model.predict import algorithms, default_configuration, predict
 from model.published import NOT_MODELLED, Compared
 from model.simulation.kernels import Shape
 from model.simulation.machines import PARAMETERS, ModelMachine
@@ -35,8 +36,6 @@ SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
 
 @dataclass(frozen=True)
 class Table:
-    """Head and cells."""
-
     name: str
     title: str
     head: tuple[str, ...]
@@ -44,7 +43,6 @@ class Table:
     note: str = ""
 
     def text(self) -> str:
-        """For a terminal."""
         lines = [self.head, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.head))]
         body = [
@@ -55,7 +53,6 @@ class Table:
         return "\n".join([self.title, rule, *body, *([self.note] if self.note else []), ""])
 
     def markdown(self) -> str:
-        """For a page."""
         lines = [self.head, ("---",) * len(self.head), *self.rows]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         return table + (f"\n{self.note}\n" if self.note else "")
@@ -70,7 +67,6 @@ def _dims(shape: Shape) -> tuple[str, ...]:
 
 
 def parameters(machine: ModelMachine) -> Table:
-    """Every parameter with its source."""
     rows = [(name, f"{getattr(machine, name):,.4g}", machine.sources[name]) for name in PARAMETERS]
     return Table(
         "parameters",
@@ -87,17 +83,10 @@ def published(found: Sequence[Compared]) -> Table:
         case = each.published
         nodes = f", {case.shape.nodes} nodes" if case.shape.nodes > 1 else ""
         op = "AG" if case.shape.op == "all_gather_matmul" else "RS"
-        rows.append(
-            (
-                case.machine + nodes,
-                f"{case.algorithm}, {op}",
-                *_dims(case.shape),
-                f"{case.speedup:.2f}",
-                f"{each.predicted:.2f}",
-                f"{each.error:+.0%}" + ("" if each.within else " *"),
-                "held out" if case.held_out else "fitted",
-            )
-        )
+        about = case.machine + nodes, f"{case.algorithm}, {op}", *_dims(case.shape)
+        error = f"{each.error:+.0%}" + ("" if each.within else " *")
+        figures = f"{case.speedup:.2f}", f"{each.predicted:.2f}", error
+        rows.append((*about, *figures, "held out" if case.held_out else "fitted"))
     return Table(
         "published",
         "Speedup over NCCL + cuBLAS, published and by the model",
@@ -119,15 +108,8 @@ def summary(found: Sequence[Compared]) -> Table:
     for (place, op, rows), members in groups.items():
         errors = sorted(each.error for each in members)
         within = sum(each.within for each in members)
-        lines.append(
-            (
-                place,
-                op,
-                rows,
-                f"{within} of {len(members)}",
-                f"{errors[0]:+.0%} to {errors[-1]:+.0%}",
-            )
-        )
+        figures = f"{within} of {len(members)}", f"{errors[0]:+.0%} to {errors[-1]:+.0%}"
+        lines.append((place, op, rows, *figures))
     total = sum(each.within for each in found)
     held = [each for each in found if each.published.held_out]
     free = sum(each.within for each in held)
@@ -157,7 +139,6 @@ def outside(found: Sequence[Compared]) -> Table:
 
 
 def not_modelled() -> Table:
-    """Published figures without a counterpart."""
     return Table("not-modelled", "Not modelled", ("figure", "published", "why"), [*NOT_MODELLED])
 
 
@@ -165,29 +146,18 @@ def one_node(machine: ModelMachine, progress: Progress) -> Table:
     """Both fused ops on 8 ranks, by rows."""
     rows = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-        names = ["unfused", "fused", "pipelined", "symm_mem"]
+        names = ["unfused", "fused", "fused by SMs", "pipelined", "symm_mem"]
         n, k = SHAPES[1] if op == "all_gather_matmul" else (SHAPES[1][1], SHAPES[1][0])
         for m in ROWS:
             shape = Shape(op, m, n, k)
             progress(f"{machine.name}: {shape}")
-            found = {name: predict(machine, shape, name) for name in names}
-            fused = found["fused"]
-            by_sms = "-"
-            if op == "all_gather_matmul":
-                by_sms = _us(predict(machine, shape, "fused by SMs").microseconds)
-            rows.append(
-                (
-                    op,
-                    *_dims(shape),
-                    _us(fused.matmul_us),
-                    _us(fused.collective_us),
-                    *[_us(found[name].microseconds) for name in ("unfused", "fused")],
-                    by_sms,
-                    *[_us(found[name].microseconds) for name in ("pipelined", "symm_mem")],
-                    f"{found['unfused'].microseconds / fused.microseconds:.2f}",
-                    f"{fused.overlap:.2f}",
-                )
-            )
+            known = [name for name in names if name in algorithms(op)]
+            found = {name: predict(machine, shape, name) for name in known}
+            times = [_us(found[name].microseconds) if name in found else "-" for name in names]
+            fused, gain = found["fused"], found["unfused"].microseconds
+            alone = _us(fused.matmul_us), _us(fused.collective_us)
+            ratios = f"{gain / fused.microseconds:.2f}", f"{fused.overlap:.2f}"
+            rows.append((op, *_dims(shape), *alone, *times, *ratios))
     return Table(
         "one-node",
         f"Predicted microseconds on {machine.name}, 8 ranks",
@@ -202,21 +172,12 @@ def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, li
     """Chunks and who sends them."""
     progress(f"{machine.name}: chunks")
     found = recommended(machine)
-    rows = [
-        (
-            *_dims(each.shape),
-            str(each.chunks),
-            str(each.chunk_rows),
-            f"{each.chunk_bytes / 1e6:.1f}",
-            "copy engine" if not each.copiers else f"{each.copiers} programs",
-            each.order,
-            _us(each.microseconds),
-            _us(each.default_us),
-            _us(each.unfused_us),
-            each.take,
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        chunk = str(each.chunks), str(each.chunk_rows), f"{each.chunk_bytes / 1e6:.1f}"
+        sender = "copy engine" if not each.copiers else f"{each.copiers} programs"
+        times = map(_us, (each.microseconds, each.default_us, each.unfused_us))
+        rows.append((*_dims(each.shape), *chunk, sender, each.order, *times, each.take))
     table = Table(
         "recommended",
         f"Recommended for all_gather_matmul on {machine.name}, 8 ranks; predicted microseconds",
@@ -229,7 +190,6 @@ def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, li
 
 
 def orders_of(machine: ModelMachine, progress: Progress) -> Table:
-    """Return the costs of orders."""
     shapes = (
         Shape("all_gather_matmul", 8192, 1792, 4096),
         Shape("all_gather_matmul", 8192, 3584, 8192),
@@ -240,8 +200,9 @@ def orders_of(machine: ModelMachine, progress: Progress) -> Table:
     rows = []
     for shape in shapes:
         progress(f"{machine.name}: orders, {shape}")
-        for each in order_effects(machine, shape):
-            rows.append((str(shape), each.order, _us(each.microseconds), f"{each.relative:.2f}"))
+        times = order_times(machine, shape)
+        first = next(iter(times.values()))
+        rows += [(str(shape), order, _us(us), f"{us / first:.2f}") for order, us in times.items()]
     return Table(
         "orders",
         f"Orders of the fused algorithm on {machine.name}, predicted",
@@ -252,31 +213,29 @@ def orders_of(machine: ModelMachine, progress: Progress) -> Table:
 
 def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-1]) -> Table:
     """2 to 128 nodes of 8, every rank with equally many rows."""
-    rows = []
+    rows, orders = [], ("node_order", "by holder")
     for nodes in NODES:
         if nodes > most:
             break
         world_size = machine.gpus_per_node * nodes
         progress(f"{machine.name}: {nodes} nodes")
+
+        def us(shape: Shape, algorithm: str = "fused", **how: Any) -> float:
+            return predict(machine, shape, algorithm, **how).microseconds
+
         gather = Shape("all_gather_matmul", GATHER_ROWS * world_size, 3584, 8192, world_size, nodes)
         scatter = Shape(
             "matmul_reduce_scatter", SCATTER_ROWS * world_size, 8192, 3584, world_size, nodes
         )
         whole = replace(default_configuration(gather), chunks=1)
         cells = [str(nodes), str(world_size)]
-        unfused = predict(machine, gather, "unfused").microseconds
-        times = [
-            predict(machine, gather, "fused", whole, order=order).microseconds
-            for order in ("node_order", "by holder")
-        ]
-        cells += [_us(unfused), *[_us(each) for each in times], f"{unfused / min(times):.2f}"]
-        unfused = predict(machine, scatter, "unfused").microseconds
-        summing = predict(machine, scatter, "fused").microseconds
-        late = "-"
+        how: dict[str, Any] = {"configuration": whole}
+        unfused, times = us(gather, "unfused"), [us(gather, order=o, **how) for o in orders]
+        cells += [_us(unfused), *map(_us, times), f"{unfused / min(times):.2f}"]
+        unfused, summing, late = us(scatter, "unfused"), us(scatter), "-"
         if nodes <= LATE_SUMS_UP_TO:
-            late = _us(predict(machine, scatter, "fused", order="all sum at the end").microseconds)
-        cells += [_us(unfused), _us(summing), late, f"{unfused / summing:.2f}"]
-        rows.append(tuple(cells))
+            late = _us(us(scatter, order="all sum at the end"))
+        rows.append((*cells, _us(unfused), _us(summing), late, f"{unfused / summing:.2f}"))
     return Table(
         "nodes",
         f"Predicted microseconds on nodes of {machine.name}",
@@ -297,12 +256,10 @@ def sensitivity(machine: ModelMachine, progress: Progress) -> Table:
         Shape("matmul_reduce_scatter", 8192, 8192, 3584),
     ):
         progress(f"{machine.name}: sensitivity, {shape}")
-        for each in sensitivities(machine, shape):
-            if each.largest >= 0.02:
-                case = f"{shape.op}, N = {shape.n}, K = {shape.k}"
-                rows.append(
-                    (case, each.parameter, f"{each.half - 1:+.0%}", f"{each.twice - 1:+.0%}")
-                )
+        case = f"{shape.op}, N = {shape.n}, K = {shape.k}"
+        for parameter, changes in sensitivities(machine, shape):
+            if max(map(abs, changes)) >= 0.02:
+                rows.append((case, parameter, *(f"{change:+.0%}" for change in changes)))
     return Table(
         "sensitivity",
         f"Predicted time of fused at M = 8192 if a parameter that nobody has published were wrong "
@@ -332,15 +289,9 @@ def one_gpu(machine: ModelMachine, progress: Progress) -> Table:
     for shape in cases:
         progress(f"{machine.name}: {shape}")
         found = {name: predict(machine, shape, name) for name in names}
-        rows.append(
-            (
-                shape.op,
-                str(shape.world_size),
-                *_dims(shape),
-                *[_us(found[name].microseconds) for name in names],
-                f"{found['fused'].overlap:.2f}",
-            )
-        )
+        times = [_us(found[name].microseconds) for name in names]
+        about = shape.op, str(shape.world_size), *_dims(shape)
+        rows.append((*about, *times, f"{found['fused'].overlap:.2f}"))
     return Table(
         "one-gpu",
         f"Predicted microseconds on {machine.name}: {machine.title}",
@@ -350,20 +301,13 @@ def one_gpu(machine: ModelMachine, progress: Progress) -> Table:
 
 
 def measured(machine: ModelMachine) -> Table | None:
-    """Result files against predictions; None where there is none."""
-    found = compare_measured(machine)
-    if not found:
-        return None
+    """Return result files against predictions; None if there are none."""
     rows = [
-        (
-            each.case,
-            each.candidate,
-            _us(each.measured_us),
-            _us(each.predicted_us),
-            f"{each.error:+.0%}",
-        )
-        for each in found
+        (case, name, _us(measured), _us(ours), f"{ours / measured - 1:+.0%}")
+        for case, name, measured, ours in compare_measured(machine)
     ]
+    if not rows:
+        return None
     return Table(
         "measured",
         f"Measured and predicted microseconds, {machine.name}",
@@ -373,11 +317,9 @@ def measured(machine: ModelMachine) -> Table | None:
 
 
 def refitted(progress: Progress) -> Table:
-    """The fitted parameters, again."""
     rows = []
     for fit in FITS:
         progress(f"fit: {fit.machine} {fit.parameter}")
-        rows.append(
-            (fit.machine, fit.parameter, f"{fit.stored():.4g}", f"{fit.best():.4g}", fit.to)
-        )
+        values = f"{fit.stored():.4g}", f"{fit.best():.4g}"
+        rows.append((fit.machine, fit.parameter, *values, fit.to))
     return Table("fits", "Fits", ("machine", "parameter", "stored", "now", "to"), rows)

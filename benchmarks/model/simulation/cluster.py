@@ -8,8 +8,8 @@ that distance at rank 0. With ``everyone`` all ranks are simulated one by one, f
 ranks that share one GPU, and for tests that the short way gives the same.
 """
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from interlace.runtime.tuning.configuration import Configuration
@@ -29,20 +29,6 @@ class Gpu:
     receives: Link
     card_sends: Link
     card_receives: Link
-
-    def links(self) -> tuple[Link, ...]:
-        """All of them."""
-        return (self.memory, self.sends, self.receives, self.card_sends, self.card_receives)
-
-
-@dataclass
-class Usage:
-    """How busy everything was, as fractions of the time that passed."""
-
-    sms: float = 0.0  # held by programs
-    clock: float = 0.0  # tensor cores, of what the power limit allows
-    links: dict[str, float] = field(default_factory=dict)
-    most_sms: int = 0
 
 
 class Cluster:
@@ -69,9 +55,9 @@ class Cluster:
         self._meetings: dict[Hashable, tuple[list[int], Signal]] = {}
         if machine.virtual_ranks:
             shared = self._gpu("0")
-            self._gpus = [shared for _ in self.ranks]
+            self.gpus = [shared for _ in self.ranks]
         else:
-            self._gpus = [self._gpu(str(rank)) for rank in self.ranks]
+            self.gpus = [self._gpu(str(rank)) for rank in self.ranks]
 
     def _gpu(self, name: str) -> Gpu:
         machine = self.machine
@@ -92,7 +78,7 @@ class Cluster:
 
     def gpu(self, rank: int) -> Gpu:
         """Return the GPU of ``rank``, or of the rank that stands for it."""
-        return self._gpus[rank if self.everyone else 0]
+        return self.gpus[rank if self.everyone else 0]
 
     def program_limit(self) -> int:
         """``Place.program_limit`` of the cuda place: of one rank's persistent grid."""
@@ -164,28 +150,10 @@ class Cluster:
         yield self.machine.barrier_us
 
     def spawn(self, process: Process, name: str) -> Signal:
-        """Start a process of some rank."""
         return self.simulation.spawn(process, name)
 
     def run(self) -> float:
-        """To the end; microseconds."""
         return self.simulation.run()
-
-    def usage(self) -> Usage:
-        """The usage of the GPU that was busiest in each respect."""
-        now, usage = self.simulation.now, Usage()
-        if not now:
-            return usage
-        for gpu in dict.fromkeys(map(id, self._gpus)):
-            each = next(one for one in self._gpus if id(one) == gpu)
-            cores = each.cores
-            usage.sms = max(usage.sms, cores.held / (cores.sms * now))
-            usage.clock = max(usage.clock, cores.worked / (cores.budget * now))
-            usage.most_sms = max(usage.most_sms, cores.most_at_once)
-            for link in each.links():
-                which = link.name.split(" ", 1)[1]
-                usage.links[which] = max(usage.links.get(which, 0.0), link.busy / now)
-        return usage
 
     def _disturb(self, *gpus: Gpu) -> Callable[[int], None] | None:
         cost = self.machine.interference_us_per_mb / 1e6
@@ -199,8 +167,3 @@ class Cluster:
                 each.stall(cost * size)
 
         return on_packet
-
-
-def everyone_of(rows: Iterable[int]) -> bool:
-    """Whether ranks have different rows, so that none can stand for all."""
-    return len(set(rows)) > 1

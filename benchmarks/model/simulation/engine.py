@@ -43,8 +43,6 @@ class Signal:
 
 
 class Simulation:
-    """The clock and what is to happen next."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -53,7 +51,6 @@ class Simulation:
         self._names: dict[Process, str] = {}
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Call ``action`` at ``time``."""
         self._order += 1
         heapq.heappush(self._later, (time, self._order, action))
 
@@ -117,14 +114,12 @@ class Link:
         self.rate = gbs * 1e3
         self.free_at = 0.0
         self.busy = 0.0
-        self.nbytes = 0.0
 
     def reserve(self, now: float, nbytes: float) -> float:
         """When a packet that comes now has passed."""
         duration = nbytes / self.rate
         self.free_at = max(now, self.free_at) + duration
         self.busy += duration
-        self.nbytes += nbytes
         return self.free_at
 
 
@@ -188,7 +183,6 @@ class Cores:
         return granted
 
     def release(self) -> None:
-        """Give an SM back."""
         self._account()
         self._free += 1
         if self._queue:
@@ -213,7 +207,6 @@ class Cores:
             self._owed += duration
 
     def rate(self) -> float:
-        """The rate of a job, now."""
         return min(1.0, self.budget / max(1, len(self._jobs)))
 
     def _take(self, granted: Signal) -> None:

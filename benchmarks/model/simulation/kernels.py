@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster, Usage
+from model.simulation.cluster import Cluster
 from model.simulation.engine import Process
 from model.simulation.machines import ModelMachine
 from model.simulation.matmul import (
@@ -47,7 +47,6 @@ class Shape:
 
     @property
     def rows(self) -> list[int]:
-        """The rows of every rank's shard."""
         return [count for _, count in split_rows(self.m, self.world_size)]
 
     @property
@@ -70,7 +69,7 @@ class Prediction:
     microseconds: float
     matmul_us: float = 0.0  # cuBLAS by itself
     collective_us: float = 0.0  # NCCL by itself
-    usage: Usage | None = None
+    cluster: Cluster | None = None
     log: list[Span] | None = None
 
     @property
@@ -103,18 +102,15 @@ class Logged:
         self._begin = 0.0
 
     def begin(self) -> None:
-        """Something starts."""
         self._begin = self._simulation.now
 
     def end(self, kind: str, peer: int, index: int, count: int = 1) -> None:
-        """Log the end of the span."""
         if self._log is not None:
             where = self._rank, self._program, kind, peer, index, count
             self._log.append(Span(self._begin, self._simulation.now, *where))
 
 
 def tiling_of(machine: ModelMachine, configuration: Configuration) -> Tiling:
-    """How a fused kernel with this configuration runs its tiles."""
     return triton_tiling(
         machine, configuration.block_m, configuration.block_n, configuration.group_m
     )

@@ -71,7 +71,6 @@ class ModelMachine:
 
     @property
     def budget(self) -> float:
-        """How many SMs at full clock the power limit allows."""
         return min(self.sms, self.sms * self.power_tflops / self.clock_tflops)
 
     def full_clock_us(self, flops: float) -> float:
@@ -79,7 +78,6 @@ class ModelMachine:
         return flops / (self.clock_tflops * 1e6 / self.sms)
 
     def with_values(self, source: str, **values: float) -> ModelMachine:
-        """Some parameters replaced, all from ``source``."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, sources=sources, **values)  # type: ignore[arg-type]
 

@@ -30,7 +30,6 @@ class Tiling:
     gap_us: float = 0.0  # per tile, when its SM multiplies nothing
 
     def tiles(self, rows: int, n: int) -> int:
-        """How many for ``rows x n``."""
         return ceil_div(rows, self.block_m) * ceil_div(n, self.block_n)
 
 
@@ -57,7 +56,6 @@ def library_tilings(machine: ModelMachine) -> tuple[Tiling, ...]:
 
 
 def triton_tiling(machine: ModelMachine, block_m: int, block_n: int, group_m: int) -> Tiling:
-    """The tiling of a persistent Triton kernel."""
     rate = _form_rate(block_m, block_n, machine.triton_small_tile_rate)
     return Tiling(block_m, block_n, group_m, rate, machine.tile_us)
 
@@ -118,7 +116,6 @@ def _fastest(
 
 
 def library_tiling(machine: ModelMachine, rows: int, n: int, k: int) -> Tiling:
-    """The fastest of those that cuBLAS has."""
     return _fastest(library_tilings(machine), machine, rows, n, k)[1]
 
 

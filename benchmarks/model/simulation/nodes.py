@@ -167,7 +167,6 @@ def scatter(
     *,
     summers: int = 0,
 ) -> Process:
-    """Matmul + reduce-scatter."""
     machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m
     tiles_n = formulas.ceil_div(shape.n, configuration.block_n)
