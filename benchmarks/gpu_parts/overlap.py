@@ -19,6 +19,7 @@ from gpu_parts.timing import (
     alternating,
     close,
     dtype_here,
+    in_turn,
     launch_now,
     on_ranks,
     record,
@@ -56,31 +57,27 @@ def timed_together(
             if "zero" not in _shared:
                 _shared["zero"] = torch.cuda.Event(enable_timing=True)
                 _shared["zero"].record()
-    measured: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-WARM_UP if cuda else 0, repetitions):
-        for name, candidate in candidates.items():
+
+    def elapsed(name: str) -> float:
+        interlace.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             interlace.barrier()
-            if cuda:
-                torch.cuda.synchronize()
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                interlace.barrier()
-                events[0].record()
-                for _ in range(CALLS):
-                    candidate()
-                events[1].record()
-                torch.cuda.synchronize()
-                zero = _shared["zero"] if virtual_ranks else events[0]
-                span = [zero.elapsed_time(event) * 1e3 for event in events]
-            else:
-                span = [time.perf_counter() * 1e6]
-                for _ in range(CALLS):
-                    candidate()
-                span.append(time.perf_counter() * 1e6)
-            spans = group.agree("the times of a benchmark", tuple(span))
-            if repetition >= 0:
-                begin, end = min(s for s, _ in spans), max(e for _, e in spans)
-                measured[name].append((end - begin) / CALLS)
-    return {name: Time.of(values) for name, values in measured.items()}
+            events[0].record()
+        start = time.perf_counter() * 1e6
+        for _ in range(CALLS):
+            candidates[name]()
+        span = [start, time.perf_counter() * 1e6]
+        if cuda:
+            events[1].record()
+            torch.cuda.synchronize()
+            zero = _shared["zero"] if virtual_ranks else events[0]
+            span = [zero.elapsed_time(event) * 1e3 for event in events]
+        begins, ends = zip(*group.agree("the times of a benchmark", tuple(span)), strict=True)
+        return float(max(ends) - min(begins)) / CALLS
+
+    return in_turn(candidates, repetitions, WARM_UP if cuda else 0, elapsed)
 
 
 def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
@@ -98,14 +95,15 @@ def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
                 yield on_ranks("virtual", case, measure, *given, world_size=world_size, **where)
 
 
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=interlace.device(), dtype=dtype_here())
+
+
 def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
-    shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
-    weight = torch.randn(n, k, device=device, dtype=dtype).t()
-    gathered = torch.empty(m, k, device=device, dtype=dtype)
+    shard, weight = _random(m // interlace.get_world_size(), k), _random(n, k).t()
+    gathered, output = shard.new_empty(m, k), shard.new_empty(m, n)
     interlace.all_gather(gathered, shard)
-    output = torch.empty(m, n, device=device, dtype=dtype)
     parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, gathered, weight, out=output),
         "transfer": partial(interlace.all_gather, gathered, shard),
@@ -115,17 +113,14 @@ def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
 
 
 def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
-    input = torch.randn(m, n, device=device, dtype=dtype)  # the second layer: [m, n] @ [n, k]
-    weight = torch.randn(k, n, device=device, dtype=dtype).t()
-    output = torch.empty(m, k, device=device, dtype=dtype)
-    part = torch.empty(m // world_size, k, device=device, dtype=dtype)
+    input, weight = _random(m, n), _random(k, n).t()  # the second layer: [m, n] @ [n, k]
+    output, part = input.new_empty(m, k), input.new_empty(m // interlace.get_world_size(), k)
     parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, input, weight, out=output),
         "transfer": partial(interlace.reduce_scatter, part, output),
     }
-    wanted = torch.empty(m // world_size, k, device=device)
+    wanted = torch.empty_like(part, dtype=torch.float32)
     interlace.reduce_scatter(wanted, torch.mm(input.float(), weight.float()))
     return _compared("matmul_reduce_scatter", (input, weight), wanted, parts, repetitions)
 

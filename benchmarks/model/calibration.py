@@ -21,9 +21,8 @@ from typing import Any
 
 from model.fit import least
 from model.predict import default_configuration, predict
-from model.simulation.kernels import Shape, tiling_of
+from model.simulation.kernels import BYTES, Shape, library_us, matmul_us, tiling_of
 from model.simulation.machines import ModelMachine
-from model.simulation.matmul import BYTES, library_us, matmul_us
 
 RESULTS = Path(__file__).parents[1] / "results"
 DEVICES = {

@@ -9,9 +9,8 @@ from functools import lru_cache
 
 from interlace.kernels import launch_formulas as formulas
 from model.predict import default_configuration, orders, predict
-from model.simulation.kernels import Shape
+from model.simulation.kernels import BYTES, Shape
 from model.simulation.machines import ModelMachine
-from model.simulation.matmul import BYTES
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
 COPIERS = (0, 32)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from model.predict import predict
 from model.published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
-from model.simulation.kernels import Shape, nccl_us
+from model.simulation.kernels import Shape, library_us, nccl_us, teraflops
 from model.simulation.machines import MACHINES, ModelMachine
-from model.simulation.matmul import library_us, teraflops
 
 
 def least(loss: Callable[[float], float], low: float, high: float, steps: int = 24) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from model.simulation import gather, nodes, peers, reduce
+from model.simulation import nodes, one_node, peers
 from model.simulation.cluster import Cluster
 from model.simulation.engine import Process
 from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
@@ -118,14 +118,14 @@ def _process(
 
     def one(cluster: Cluster, rank: int, shape: Shape) -> Process:
         if shape.op == "matmul_all_reduce":
-            return reduce.all_reduce(cluster, rank, shape, configuration)
+            return one_node.all_reduce(cluster, rank, shape, configuration)
         gathers = shape.op == "all_gather_matmul"
         if algorithm == "pipelined":
             if gathers:
-                return gather.pipelined(cluster, rank, shape, configuration)
-            return reduce.pipelined(cluster, rank, shape)
+                return one_node.pipelined_gather(cluster, rank, shape, configuration)
+            return one_node.pipelined_scatter(cluster, rank, shape)
         if algorithm == "interlace unfused":
-            unfused = gather.unfused if gathers else reduce.unfused
+            unfused = one_node.unfused_gather if gathers else one_node.unfused_scatter
             return unfused(cluster, rank, shape)
         if shape.nodes > 1:
             if gathers:
@@ -134,9 +134,9 @@ def _process(
             return nodes.scatter(cluster, rank, shape, configuration, summers=_SUMMERS[order])
         if gathers:
             taken = order or "interleaved"
-            return gather.fused(cluster, rank, shape, configuration, taken)
+            return one_node.fused_gather(cluster, rank, shape, configuration, taken)
         owners = None if order is None else OWNER_ORDERS[order](rank, shape.world_size)
-        return reduce.fused(cluster, rank, shape, configuration, owners)
+        return one_node.fused_scatter(cluster, rank, shape, configuration, owners)
 
     return Simulated(one, equal_rows=False)
 

@@ -22,9 +22,8 @@ from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.cluster import Cluster
 from model.simulation.engine import Process
-from model.simulation.kernels import Multiplier, Shape, persistent, tiling_of
-from model.simulation.matmul import BYTES, Tiling
-from model.simulation.reduce import sum_tile_us
+from model.simulation.kernels import BYTES, Multiplier, Shape, Tiling, persistent, tiling_of
+from model.simulation.one_node import sum_tile_us
 
 SUM_BYTES = 4  # partial sums travel in fp32
 

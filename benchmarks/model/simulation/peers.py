@@ -20,8 +20,15 @@ from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.cluster import Cluster
 from model.simulation.engine import Cores, Process
-from model.simulation.kernels import Multiplier, Shape, library_matmul, persistent
-from model.simulation.matmul import BYTES, Tiling, triton_tiling
+from model.simulation.kernels import (
+    BYTES,
+    Multiplier,
+    Shape,
+    Tiling,
+    library_matmul,
+    persistent,
+    triton_tiling,
+)
 from model.simulation.nodes import gather as interlace_node_gather
 
 

@@ -151,7 +151,7 @@ def test_with_an_infinite_link_fused_is_the_matmul_alone(op: str) -> None:
     alone = predict(infinite, dataclasses.replace(case, world_size=1)).microseconds
     fused = predict(infinite, case).microseconds
     assert fused == pytest.approx(alone, rel=1e-9)
-    library = module("model.simulation.matmul").library_us(infinite, case.m, case.n, case.k)
+    library = module("model.simulation.kernels").library_us(infinite, case.m, case.n, case.k)
     assert 0.95 * library < fused < 1.15 * library  # 131 programs instead of 132, other tiles
 
 
