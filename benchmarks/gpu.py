@@ -1,15 +1,6 @@
 """Measurements on one GPU: ``python benchmarks/gpu.py [--part NAME] [--out FILE]``.
 
-==========  ======================================================================================
-matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost
-variants    the same at two shapes with other stages, tiles, chunks, and warps with roles
-ops         attention, decoding, norms and experts on one rank, against torch's operators
-virtual     W ranks on the one GPU: fused, pipelined, unfused, and torch's pipelined algorithm
-slow-link   peers' shards in pinned host memory, over PCIe by copy engine and by programs: overlap
-small       1 to 512 rows: what "auto" chooses against unfused
-host        host time per call, eager; CUDA graph replay against eager
-sanitizer   compute-sanitizer memcheck and racecheck on a small case
-==========  ======================================================================================
+docs/explanation/performance.md describes the parts.
 
 Every candidate's result is compared with a reference in the same run; a wrong one has no time. A case that
 fails is recorded with its error, and the next begins. Writes JSON with device, driver, versions and commit,
