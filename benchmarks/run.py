@@ -18,30 +18,26 @@ import importlib
 import json
 import os
 import sys
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from circumstances import circumstances, new_result
-from cpu.fused import SHAPES
+from cpu.fused import SHAPES, cases
 from cpu.measure import Measurement, gloo, measure, on_ranks
 from rich.table import Table
 
 from interlace.output.consoles import new_console, write_table
 
-MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
-OPS = tuple(MODULES)
+OPS = tuple(SHAPES)
 SIZED = ("torch_backend", "messages")  # modules that start their ranks themselves, with sizes
 OWN_RANKS = (*SIZED, "functional", "schedules", "crowds")  # and without
 ASKED = ("hosts",)  # run only by name: a machine may not be able to run them
 
 
 def on_rank(path: str, op: str, repetitions: int) -> list[Measurement]:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
-    module = importlib.import_module(MODULES[op])
     with gloo(path):
-        return [measure(case, repetitions) for case in module.cases(op)]
+        return [measure(case, repetitions) for case in cases(op)]
 
 
 def run(op: str, world_size: int, repetitions: int, sizes: list[int] | None) -> list[Measurement]:

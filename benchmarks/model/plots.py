@@ -88,6 +88,12 @@ def _published(axes: Any, found: Sequence[Compared]) -> None:
     axes.legend(fontsize=8)
 
 
+def _relative(axes: Any, sizes: Sequence[int]) -> None:
+    axes.axhline(1.0, color="0.4", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(each) for each in sizes])
+
+
 def _rows(axes: Any, machine: ModelMachine) -> None:
     n, k = SHAPES[1]
     for name, style in (
@@ -99,9 +105,7 @@ def _rows(axes: Any, machine: ModelMachine) -> None:
             ratios.append(found.microseconds / found.matmul_us)
         label = "torch symm_mem" if name == "symm_mem" else name
         axes.plot(ROWS, ratios, style, marker="o", markersize=4, label=label)
-    axes.axhline(1.0, color="0.4", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ROWS, [str(m) for m in ROWS])
+    _relative(axes, ROWS)
     axes.set(
         xlabel="rows M", ylabel="predicted time / cuBLAS alone", ylim=(0.9, 3.5),
         title=f"all_gather_matmul, N = {n}, K = {k}, 8 ranks, {machine.name}",
@@ -118,18 +122,9 @@ def _chunks(axes: Any, machine: ModelMachine) -> None:
             for chunks in CHUNKS:
                 tried = replace(default_configuration(shape), chunks=chunks)
                 points.append(predict(machine, shape, "fused", tried).microseconds / unfused)
-            axes.plot(
-                CHUNKS,
-                points,
-                style,
-                marker="o",
-                markersize=4,
-                color=f"C{SHAPES.index((n, k))}",
-                label=f"N = {n}, K = {k}, M = {m}",
-            )
-    axes.axhline(1.0, color="0.4", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(CHUNKS, [str(chunks) for chunks in CHUNKS])
+            how = {"color": f"C{SHAPES.index((n, k))}", "label": f"N = {n}, K = {k}, M = {m}"}
+            axes.plot(CHUNKS, points, style, marker="o", markersize=4, **how)
+    _relative(axes, CHUNKS)
     axes.set(
         xlabel="chunks of a shard", ylabel="predicted time / unfused",
         title=f"all_gather_matmul, 8 ranks, {machine.name}",
@@ -150,9 +145,7 @@ def _nodes(axes: Any, nodes: Table) -> None:
     ):
         ratios = [a / b for a, b in zip(column(unfused), column(fused), strict=True)]
         axes.plot(counts, ratios, marker="o", markersize=4, label=label)
-    axes.axhline(1.0, color="0.4", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
+    _relative(axes, counts)
     axes.set(xlabel="nodes of 8", ylabel="predicted speedup over NCCL + cuBLAS")
     axes.legend(fontsize=8)
 

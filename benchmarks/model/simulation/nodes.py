@@ -28,12 +28,6 @@ from model.simulation.one_node import sum_tile_us
 SUM_BYTES = 4  # partial sums travel in fp32
 
 
-def flat_order(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
-    """``tiling.arrival_order``: as if all ranks were on one node."""
-    order: list[tuple[int, int]] = arrival_order(rank, len(nodes), counts)
-    return order
-
-
 def by_holder(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
     """An order as ``node_order``'s, but from other nodes first all for this rank, then for the next."""
     order = [
@@ -62,7 +56,8 @@ def _produced(rank: int, nodes: tuple[int, ...]) -> list[tuple[int, int]]:
 GATHER_ORDERS = {
     "node_order": node_order.gather_order,
     "by holder": by_holder,
-    "flat": flat_order,
+    # as if all ranks were on one node
+    "flat": lambda rank, nodes, counts: arrival_order(rank, len(nodes), counts),
 }
 
 

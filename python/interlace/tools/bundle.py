@@ -106,7 +106,6 @@ class KernelOptions:
         return DTYPES[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
-        """Return the default configuration of ``arch`` with the overrides."""
         default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
@@ -170,13 +169,7 @@ class BundleOp:
     bias_by_column: bool = False
 
     @property
-    def sends_input(self) -> bool:
-        """Whether rows of the input are sent, and not results made from them."""
-        return "sends_ptr" in self.tables
-
-    @property
     def finished(self) -> bool:
-        """Whether finish_kernel follows."""
         return self.workspace and not self.words
 
     def checked(self, name: str, options: KernelOptions) -> None:
@@ -508,7 +501,6 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
-    """Return the kernels of the op itself."""
     made = OPS[target.op].entries(arch, target.options)
     if any(each.fixed.get("COPIERS") == 0 for each in made):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
@@ -534,6 +526,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
     functions = bundle_formulas.OPS[target.op]
     needed = _names(each.__code__ for each in functions.values()) - functions.keys()
     needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
+    protocol = (words if op.words else signal).__doc__
     layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
     return {
         "format": FORMAT,
@@ -557,15 +550,11 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
                 "claimed": signal.CLAIMED_WORD,
                 "credits": signal.CREDIT_WORDS,
             },
-            "protocol": _protocol(words if op.words else signal),
+            "protocol": str(protocol).partition("\nFlags:")[0].strip(),
         },
         "contracts": contracts(sequence, entries(target.arches[0])),
         "arches": per_arch,
     }
-
-
-def _protocol(module: Any) -> str:
-    return (module.__doc__ or "").partition("\nFlags:")[0].strip()
 
 
 def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, Any]:
@@ -573,7 +562,10 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
     mains = _mains(target, arch)
     baked: dict[str, Any] = {
         "CHUNKS": options.configuration(arch).chunks,
-        "ITEMSIZE": 1 if options.format and op.sends_input else options.torch_dtype.itemsize,
+        # rows of the input are sent, or results made from them
+        "ITEMSIZE": 1
+        if options.format and "sends_ptr" in op.tables
+        else options.torch_dtype.itemsize,
         "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }

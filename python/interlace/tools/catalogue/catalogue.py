@@ -241,8 +241,6 @@ def one_of_each(found: Iterable[Entry]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class ExpertsVariant:
-    """Slots of a token, experts of a rank."""
-
     topk: int = TOPK
     experts: int = EXPERTS
 
@@ -384,22 +382,18 @@ def _fused(arch: int) -> Iterator[Entry]:
     ]
     for operands in shared:
         yield all_gather_matmul(arch, operands)
-    for operands in (bf16, transposed, fp32):
-        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
-    for operands in shared:
+        yield matmul_reduce_scatter(arch, operands)
+        yield matmul_all_reduce(arch, operands)
         if operands.bias != "m":
             yield grouped_matmul(arch, operands)
-    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
-    for operands in shared:
-        yield matmul_reduce_scatter(arch, operands)
-    for operands in (bf16, transposed, fp32):
-        yield matmul_node_reduce_scatter(arch, operands)
-    for operands in shared:
-        yield matmul_all_reduce(arch, operands)
         if operands.bias != "m" and not operands.columns % RANKS:
             yield matmul_all_to_all(arch, operands)
             if not operands.tma and not operands.inner % RANKS:
                 yield all_to_all_matmul(arch, operands)
+    for operands in (bf16, transposed, fp32):
+        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
+        yield matmul_node_reduce_scatter(arch, operands)
+    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
     for activation in ACTIVATIONS:
         yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
         yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
@@ -488,7 +482,6 @@ def matmul_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def scatters(arch: int, operands: MatmulVariant) -> list[KernelLaunch]:
-    """Return the launches of matmul + reduce-scatter."""
     input, linear, segments = _scattered(operands, RANKS)
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
     return launched(op, input, linear, segments, configuration)
@@ -627,7 +620,6 @@ def _norms(arch: int) -> Iterator[Entry]:
 
 
 def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Return matmul + reduce-scatter, with a norm of the own rows."""
     input, linear, segments = _scattered(operands, RANKS)
     linear, whole = operands.norm.linear(linear, operands.rows)
     op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
@@ -650,7 +642,6 @@ def _rows_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, **more
 
 
 def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Return reduction and norm of existing rows."""
     input = meta(RANKS * MANY_ROWS, operands.columns, dtype=operands.torch_dtype)
     linear, whole = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
