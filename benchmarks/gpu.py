@@ -22,7 +22,7 @@ import torch
 from circumstances import new_result
 
 PARTS = {  # with their files in gpu_parts
-    "matmul": "shapes", "variants": "shapes", "ops": "ops", "virtual": "overlap",
+    "matmul": "shapes", "variants": "shapes", "ops": "host", "virtual": "overlap",
     "slow-link": "overlap", "small": "shapes", "host": "host", "sanitizer": "host",
 }  # fmt: skip
 SECONDS = 480.0

@@ -26,12 +26,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model import tables as tables
-from model.calibration import calibrated
 from model.choose import Recommendation
-from model.plots import draw_all
+from model.fit import calibrated
 from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, ModelMachine, machine_named
-from model.tables import Progress, Table
+from model.tables import Progress, Table, draw_all
 
 from interlace.arguments.paths import refuse_unwritable
 from interlace.output.files import require_matplotlib

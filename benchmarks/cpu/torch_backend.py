@@ -16,8 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Candidates, Case, Measurement, Shape, beside_gloo, measure, on_ranks
-from cpu.openmpi import openmpi
+from cpu.measure import (
+    Candidates,
+    Case,
+    Measurement,
+    Shape,
+    beside_gloo,
+    measure,
+    on_ranks,
+    openmpi,
+)
 
 import interlace
 from interlace.runtime.places.shm.machine_code import Copier, available

@@ -14,8 +14,7 @@ import torch
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 from model.simulation import nodes, one_node, peers
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Process
+from model.simulation.engine import Cluster, Process
 from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
 from model.simulation.machines import ModelMachine
 

@@ -18,8 +18,7 @@ from functools import lru_cache
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.kernels.tiling import first_tile, grouped_tile, split_rows
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Process
+from model.simulation.engine import Cluster, Process
 from model.simulation.machines import ModelMachine
 
 BYTES = 2  # per element: bf16

@@ -14,14 +14,13 @@ the owner, which sums nodes. The design leaves open which programs sum, so both 
 Neither is one fused kernel in interlace today; plain gathers and reductions over nodes are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from interlace.kernels import launch_formulas as formulas, node_order as node_order
 from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Process
+from model.simulation.engine import Cluster, Process
 from model.simulation.kernels import BYTES, Multiplier, Shape, Tiling, persistent, tiling_of
 from model.simulation.one_node import sum_tile_us
 
@@ -53,7 +52,7 @@ def _produced(rank: int, nodes: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(owner, node_order.reducer(rank, owner, list(nodes))) for owner in order]
 
 
-GATHER_ORDERS = {
+GATHER_ORDERS: dict[str, Callable[..., list[tuple[int, int]]]] = {
     "node_order": node_order.gather_order,
     "by holder": by_holder,
     # as if all ranks were on one node

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import arrival_order, chunks_of, owner_order
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Process
+from model.simulation.engine import Cluster, Process
 from model.simulation.kernels import (
     BYTES,
     Logged,

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Cores, Process
+from model.simulation.engine import Cluster, Cores, Process
 from model.simulation.kernels import (
     BYTES,
     Multiplier,

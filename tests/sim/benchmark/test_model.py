@@ -242,7 +242,7 @@ def test_nobody_reads_before_it_is_there(op: str) -> None:
 
 @pytest.mark.parametrize("op", BOTH)
 def test_without_waits_that_would_be_seen(op: str) -> None:
-    cluster, engine = module("model.simulation.cluster"), module("model.simulation.engine")
+    cluster, engine = module("model.simulation.engine"), module("model.simulation.engine")
 
     def always(self: Any, *names: Any) -> Any:
         signal = engine.Signal()

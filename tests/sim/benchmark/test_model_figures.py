@@ -100,7 +100,7 @@ def result_file(folder: Path, device: str, power: float, link: float, correct: b
 
 
 def test_measured_figures_replace_published_ones(tmp_path: Path) -> None:
-    calibration = module("model.calibration")
+    calibration = module("model.fit")
     assert calibration.calibrated(machine("h200-pcie"), tmp_path) is machine("h200-pcie")
     assert list(calibration.compare_measured(machine("h200-pcie"), tmp_path)) == []
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0)
@@ -114,7 +114,7 @@ def test_measured_figures_replace_published_ones(tmp_path: Path) -> None:
 
 
 def test_wrong_results_are_not_used(tmp_path: Path) -> None:
-    calibration = module("model.calibration")
+    calibration = module("model.fit")
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0, correct=False)
     found = calibration.calibrated(machine("h200x8"), tmp_path)
     assert found.power_tflops == machine("h200x8").power_tflops
@@ -151,7 +151,7 @@ def test_one_table_and_the_plot_beside_it(
 def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
-    drawn = module("model.plots").draw_all(machine(), compared, None, tmp_path, said.append)
+    drawn = module("model.tables").draw_all(machine(), compared, None, tmp_path, said.append)
     assert {path.name for path in drawn} == {
         f"model-{name}.png" for name in ("published", "rows", "chunks", "timeline")
     }
