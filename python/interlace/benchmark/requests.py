@@ -19,7 +19,6 @@ from interlace.benchmark import (
     expert_rows,
     fused,
     kernel,
-    norms,
     plain,
     protocol,
 )
@@ -34,7 +33,7 @@ from interlace.runtime.core.place import Place
 
 OPS: dict[str, type[MeasuredOp]] = {
     kind.op: kind
-    for module in (plain, fused, norms, expert_rows, attention)
+    for module in (plain, fused, expert_rows, attention)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, MeasuredOp) and "op" in vars(kind)
 }

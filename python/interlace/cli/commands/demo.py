@@ -21,6 +21,7 @@ A lane is a row of cells. The activity that fills most of a cell is shown in it;
 waiting. A cell holds one arrival, so several arrivals at once spread sideways.
 """
 
+import math
 import pathlib
 import re
 import zipfile
@@ -295,10 +296,7 @@ def _visible_tiles(rows: int, weight: torch.Tensor) -> AbstractContextManager[No
 
 def _power_of_two(least: float, smallest: int, largest: int) -> int:
     """Return the smallest power of two that is at least ``least``, within bounds."""
-    size = smallest
-    while size < least and size < largest:
-        size *= 2
-    return size
+    return min(max(1 << (math.ceil(least) - 1).bit_length(), smallest), largest)
 
 
 def _mlp_on_rank(work: Workload) -> torch.Tensor:
