@@ -122,19 +122,14 @@ def write(options: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) ->
     options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=description.splitlines()[0])
-    found.add_argument("out", type=Path)
-    found.add_argument("--before", type=Path)
-    return found
-
-
 def main() -> None:
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--packed", action="store_true")
-    options = arguments.parse_args()
-    how = (PACKED, resources) if options.packed else (CASES, registers)
-    write(options, "loops", counted(*how))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--packed", action="store_true")
+    options = parser.parse_args()
+    kind = (PACKED, resources) if options.packed else (CASES, registers)
+    write(options, "loops", counted(*kind))
 
 
 if __name__ == "__main__":

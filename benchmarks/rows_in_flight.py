@@ -8,11 +8,13 @@ No GPU is needed; ``--before`` is as in ``loop_counts.py``. A program of a persi
 multiprocessor to itself; of the others as many share one as its registers, shared memory and warps allow.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from loop_counts import parser, write
+from loop_counts import write
 
 from interlace.runtime.compiler.request import Entry
 from interlace.tools.catalogue.build import BuildReport, build
@@ -113,7 +115,10 @@ def counted() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    write(parser(__doc__ or "").parse_args(), "rows", counted())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--before", type=Path)
+    write(parser.parse_args(), "rows", counted())
 
 
 if __name__ == "__main__":

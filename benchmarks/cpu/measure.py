@@ -82,7 +82,7 @@ def beside_gloo(path: str) -> Iterator[Callable[[Callable[[Any], object]], Candi
     torch.set_num_threads(1)
     with gloo(path) as group:
         groups = {"gloo": group, "interlace": dist.new_group(backend="interlace")}
-        yield lambda op: {name: partial(op, each) for name, each in groups.items()}
+        yield lambda op: {name: partial(op, member) for name, member in groups.items()}
 
 
 def on_ranks(
@@ -90,9 +90,8 @@ def on_ranks(
 ) -> list[Measurement]:
     """Return ``on_rank(path, *values)`` of processes on this host; ``path`` is a file to meet at."""
     with tempfile.TemporaryDirectory() as folder:
-        given = f"{folder}/store", *values
         found: list[Measurement] = interlace.run(
-            on_rank, world_size, *given, place="shm", timeout=1200.0
+            on_rank, world_size, f"{folder}/store", *values, place="shm", timeout=1200.0
         )[0]
     return found
 

@@ -98,8 +98,8 @@ def on_rank(path: str, repetitions: int, sizes: Sequence[int]) -> list[Measureme
             ]
         found = [case("barrier", 0, lambda group: dist.barrier(group=group), {})]
         for nbytes in sizes:
-            copies, every = _copies(nbytes), ops(nbytes, world_size)
-            found += [case(name, nbytes, op, copies) for name, op in every.items()]
+            copies, sized = _copies(nbytes), ops(nbytes, world_size)
+            found += [case(name, nbytes, op, copies) for name, op in sized.items()]
         return found
 
 

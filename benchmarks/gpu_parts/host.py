@@ -1,6 +1,7 @@
-"""Parts of ``gpu.py``: the host's time per call and graph replay; compute-sanitizer; ops on one rank.
+"""Parts of ``gpu.py`` about the host, compute-sanitizer, and ops on one rank.
 
-The last one times attention, norms and experts against torch's operators.
+The first has the host's time per call and graph replays. The last one times attention, norms and experts
+against torch's operators.
 """
 
 import functools

@@ -63,7 +63,7 @@ def timed_together(
                 _shared["zero"] = torch.cuda.Event(enable_timing=True)
                 _shared["zero"].record()
 
-    def elapsed(name: str) -> float:
+    def microseconds(name: str) -> float:
         interlace.barrier()
         if cuda:
             torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def timed_together(
         begins, ends = zip(*group.agree("the times of a benchmark", tuple(span)), strict=True)
         return float(max(ends) - min(begins)) / CALLS
 
-    return in_turn(candidates, repetitions, WARM_UP if cuda else 0, elapsed)
+    return in_turn(candidates, repetitions, WARM_UP if cuda else 0, microseconds)
 
 
 def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:

@@ -85,7 +85,7 @@ def alternating(
     make = _captured if graph and on_gpu else _all_of
     runs = {name: make(calls) for name, calls in candidates.items()}
 
-    def elapsed(name: str) -> float:
+    def microseconds(name: str) -> float:
         if not on_gpu:
             start = time.perf_counter()
             runs[name]()
@@ -97,7 +97,7 @@ def alternating(
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3 / len(candidates[name])
 
-    return in_turn(candidates, max(1, repetitions), WARM_UP if on_gpu else 0, elapsed)
+    return in_turn(candidates, max(1, repetitions), WARM_UP if on_gpu else 0, microseconds)
 
 
 def _all_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:

@@ -110,7 +110,7 @@ def sensitivities(machine: ModelMachine, shape: Shape) -> list[tuple[str, list[f
     for name, source in machine.sources.items():
         if not source.startswith(("published", "measured")):
             values = [getattr(machine, name) * factor for factor in (0.5, 2.0)]
-            varied = [machine.with_values("assumed: varied", **{name: each}) for each in values]
-            changes = [predict(each, shape).microseconds / base - 1 for each in varied]
+            varied = [machine.with_values("assumed: varied", **{name: value}) for value in values]
+            changes = [predict(other, shape).microseconds / base - 1 for other in varied]
             found.append((name, changes))
     return sorted(found, key=lambda each: -max(map(abs, each[1])))

@@ -239,12 +239,12 @@ def compare_measured(
     part = "virtual" if machine.virtual_ranks else "slow-link"
     if measured is None or not (machine.virtual_ranks or machine.name == "h200-pcie"):
         return
-    for case, each, times in measured.times(part):
+    for case, size, times in measured.times(part):
         op, algorithms = case.split(" ")[0], _VIRTUAL
         if part == "slow-link":
             op = "all_gather_matmul"
             algorithms = {"fused": "fused"} if case.startswith("copy engine") else {}
-        shape = Shape(op, each["m"], each["n"], each["k"], each["w"])
+        shape = Shape(op, size["m"], size["n"], size["k"], size["w"])
         for name, algorithm in algorithms.items():
             if name in times:
                 yield case, name, times[name], predict(machine, shape, algorithm).microseconds

@@ -221,8 +221,8 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
         world_size = machine.gpus_per_node * nodes
         progress(f"{machine.name}: {nodes} nodes")
 
-        def us(shape: Shape, algorithm: str = "fused", **how: Any) -> float:
-            return predict(machine, shape, algorithm, **how).microseconds
+        def us(shape: Shape, algorithm: str = "fused", **options: Any) -> float:
+            return predict(machine, shape, algorithm, **options).microseconds
 
         gather = Shape("all_gather_matmul", GATHER_ROWS * world_size, 3584, 8192, world_size, nodes)
         scatter = Shape(
@@ -230,8 +230,8 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
         )
         whole = replace(default_configuration(gather), chunks=1)
         cells = [str(nodes), str(world_size)]
-        how: dict[str, Any] = {"configuration": whole}
-        unfused, times = us(gather, "unfused"), [us(gather, order=o, **how) for o in orders]
+        chunked: dict[str, Any] = {"configuration": whole}
+        unfused, times = us(gather, "unfused"), [us(gather, order=o, **chunked) for o in orders]
         cells += [_us(unfused), *map(_us, times), f"{unfused / min(times):.2f}"]
         unfused, summing, late = us(scatter, "unfused"), us(scatter), "-"
         if nodes <= LATE_SUMS_UP_TO:
@@ -434,8 +434,8 @@ def _chunks(axes: Any, machine: ModelMachine) -> None:
             for chunks in CHUNKS:
                 tried = replace(default_configuration(shape), chunks=chunks)
                 points.append(predict(machine, shape, "fused", tried).microseconds / unfused)
-            how = {"color": f"C{SHAPES.index((n, k))}", "label": f"N = {n}, K = {k}, M = {m}"}
-            axes.plot(CHUNKS, points, style, marker="o", markersize=4, **how)
+            line = {"color": f"C{SHAPES.index((n, k))}", "label": f"N = {n}, K = {k}, M = {m}"}
+            axes.plot(CHUNKS, points, style, marker="o", markersize=4, **line)
     _relative(axes, CHUNKS)
     axes.set(
         xlabel="chunks of a shard", ylabel="predicted time / unfused",

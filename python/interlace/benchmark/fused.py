@@ -12,8 +12,8 @@ Baselines move the rows like interlace, values and scales together, and multiply
 Results are compared with float64 in 1 row of 16, other rows in every call, all columns. A tile has at least
 16 rows, so every tile is compared. Up to 512 rows, all rows are compared.
 
-An op with a norm in its tail is compared with torch's sequence: a sum over ranks, addition, norm. The sum
-is over products, or over existing rows. Every rank has the residual of its rows and the norm's vectors,
+An op with a norm in its tail is compared with torch's sequence: a sum over ranks, addition, norm. Products
+are summed, or existing rows. Every rank has the residual of its rows and the norm's vectors,
 which stay the same in all calls. The sum is compared with float64; the normed rows with the float64 norm of
 that sum. ``check`` also uses LayerNorm (``norm="layer"``), and fp8 and block-scaled formats (``quantize``),
 which the baseline in torch does not have.

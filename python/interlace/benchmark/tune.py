@@ -34,7 +34,7 @@ from interlace.benchmark.fused import ByRows
 from interlace.benchmark.requests import TRITON, TUNED, Tick, rank_0, sets_of
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
-from interlace.runtime.tuning import configuration, machine, table, tuning
+from interlace.runtime.tuning import configuration, table, tuning
 from interlace.runtime.tuning.configuration import (
     Configuration,
     sending_candidates,
@@ -167,7 +167,7 @@ def _ranked(
     chip = table.chip_of(capability) or _LIKE
     if problem.dtype.itemsize not in chip.tflops:
         chip = _LIKE
-    return sorted(set(found), key=lambda c: (machine.fused_us(chip, problem, c), str(c)))[:most]
+    return sorted(set(found), key=lambda c: (tuning.fused_us(chip, problem, c), str(c)))[:most]
 
 
 def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:

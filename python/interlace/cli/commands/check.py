@@ -554,7 +554,7 @@ def simulated(world_size: int) -> Iterator[CheckCase]:
 
 WORLDS = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 7)}
 NODES_RANKS = 4  # two nodes of two
-_BETWEEN = [kernel for name, each in TARGETS.items() if _on_nodes(name) for kernel in each.kernels]
+_BETWEEN = [kernel for name in TARGETS if _on_nodes(name) for kernel in TARGETS[name].kernels]
 _ROLES = "all_gather_matmul_roles_kernel", "matmul_reduce_scatter_roles_kernel", "sum_tiles_kernel"
 WITHOUT = {
     "cpu": dict.fromkeys(_ROLES, "needs a GPU of 9.x"),

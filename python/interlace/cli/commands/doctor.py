@@ -54,7 +54,7 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
         if host[fact] is not True
     ]
     usable = gpus if isinstance(gpus, list) else []
-    old = [each["name"] for each in usable if tuple(each["capability"]) < OLDEST_CAPABILITY]
+    old = [gpu["name"] for gpu in usable if tuple(gpu["capability"]) < OLDEST_CAPABILITY]
     backend = nvshmem["torch_backend"]
     why_not = "" if backend is False else f": {_reason(backend)}"
     missing = {
