@@ -20,8 +20,6 @@ from interlace.output.options import CommandOptions, option
 
 OLDEST_CAPABILITY = (8, 0)
 TRY_SECONDS = 60.0  # a place that takes longer for one op does not work
-UNSET = "kernels are loaded for the interpreter: unset TRITON_INTERPRET"
-NO_LIBRARY = f"{DEVICE_LIBRARY} not found; install interlace[cuda12] or [cuda13]"
 SUM = 48.0  # the right result of _one_op
 
 
@@ -42,9 +40,18 @@ def collect() -> MachineFacts:
 def judge_places(facts: MachineFacts) -> MachineFacts:
     """Return for each place whether it works with these facts: {"works": bool, "why": str}."""
     host, gpus, interpreted = facts["host"], facts["gpus"], facts["triton"]["interpreted"]
-    gloo, nvshmem = facts["hosts"]["gloo"], facts["nvshmem"]
     compiler = "kernels are loaded for the compiler: set TRITON_INTERPRET=1 before Python starts"
-    shm = [
+    places: MachineFacts = {}
+
+    def place(name: str, missing: list[str], note: str) -> None:
+        places[name] = {"works": not missing, "why": "; ".join(missing) or note}
+
+    missing = [] if interpreted else [compiler]
+    if not facts["greenlet"]:
+        missing.append("greenlet is not installed")
+    place("sim", missing, "ranks are simulated in this process")
+
+    missing = [
         f"{what}: {_reason(host[fact])}"
         for fact, what in (
             ("sealed_memfd", "no sealed memfd"),
@@ -53,42 +60,39 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
         )
         if host[fact] is not True
     ]
-    usable = gpus if isinstance(gpus, list) else []
-    old = [gpu["name"] for gpu in usable if tuple(gpu["capability"]) < OLDEST_CAPABILITY]
-    backend = nvshmem["torch_backend"]
-    why_not = "" if backend is False else f": {_reason(backend)}"
-    missing = {
-        "sim": [
-            *([] if interpreted else [compiler]),
-            *([] if facts["greenlet"] else ["greenlet is not installed"]),
-        ],
-        "shm": shm,
-        "hosts": [*shm, *([] if gloo is True else [f"torch has no gloo: {_reason(gloo)}"])],
-        "cuda": [
-            *([] if isinstance(gpus, list) else [f"CUDA fails: {_reason(gpus)}"]),
-            *(["torch sees no CUDA device"] if gpus == [] else []),
-            *([f"{old[0]} is older than compute capability 8.0"] if old else []),
-            *([UNSET] if usable and interpreted else []),
-        ],
-        "nvshmem": [
-            *([] if backend is True else [f"torch has no NVSHMEM backend{why_not}"]),
-            *([] if isinstance(nvshmem["device_library"], str) else [NO_LIBRARY]),
-        ],
-    }
-    plain = "plain collectives and Triton kernels" if interpreted else "collectives only; "
-    notes = {
-        "sim": "ranks are simulated in this process",
-        "shm": plain + ("" if interpreted else compiler),
-        "hosts": "plain collectives between hosts, by TCP; fused ops among the ranks of one host",
-        "cuda": f"peer access: {facts['peer_access']}",
-        "nvshmem": "torch's NVSHMEM backend and its device library are there",
-    }
-    if len(usable) == 1:
-        notes["cuda"] = "one GPU: virtual ranks only"
-    return {
-        place: {"works": not lacks, "why": "; ".join(lacks) or notes[place]}
-        for place, lacks in missing.items()
-    }
+    note = (
+        "plain collectives and Triton kernels" if interpreted else f"collectives only; {compiler}"
+    )
+    place("shm", missing, note)
+
+    if facts["hosts"]["gloo"] is not True:
+        missing.append(f"torch has no gloo: {_reason(facts['hosts']['gloo'])}")
+    note = "plain collectives between hosts, by TCP; fused ops among the ranks of one host"
+    place("hosts", missing, note)
+
+    missing = []
+    if not isinstance(gpus, list):
+        missing.append(f"CUDA fails: {_reason(gpus)}")
+    elif not gpus:
+        missing.append("torch sees no CUDA device")
+    else:
+        old = [g["name"] for g in gpus if tuple(g["capability"]) < OLDEST_CAPABILITY]
+        if old:
+            missing.append(f"{old[0]} is older than compute capability 8.0")
+        if interpreted:
+            missing.append("kernels are loaded for the interpreter: unset TRITON_INTERPRET")
+    alone = isinstance(gpus, list) and len(gpus) == 1
+    note = "one GPU: virtual ranks only" if alone else f"peer access: {facts['peer_access']}"
+    place("cuda", missing, note)
+
+    backend, library = facts["nvshmem"]["torch_backend"], facts["nvshmem"]["device_library"]
+    if backend is not True:
+        reason = "" if backend is False else f": {_reason(backend)}"
+        missing.append(f"torch has no NVSHMEM backend{reason}")
+    if not isinstance(library, str):
+        missing.append(f"{DEVICE_LIBRARY} not found; install interlace[cuda12] or [cuda13]")
+    place("nvshmem", missing, "torch's NVSHMEM backend and its device library are there")
+    return places
 
 
 def try_places(facts: MachineFacts) -> None:
