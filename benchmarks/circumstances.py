@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -52,6 +52,19 @@ def circumstances() -> dict[str, object]:
         "triton": triton.__version__,
         "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
     }
+
+
+def in_turn(
+    names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """Measure the candidates alternately; the first ``warm_up`` rounds do not count."""
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for repetition in range(-warm_up, repetitions):
+        for name, counted in values.items():
+            value = measure(name)
+            if repetition >= 0:
+                counted.append(value)
+    return values
 
 
 def ask(questions: Mapping[str, Callable[[], object]], known: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from circumstances import in_turn
 from cpu.measure import Measurement, Shape
 
 import interlace
@@ -158,11 +159,6 @@ def _measured(
     candidates: Mapping[str, Callable[[], float]],
     repetitions: int,
 ) -> Measurement:
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-2, repetitions):
-        for name, seconds in candidates.items():
-            taken = seconds()
-            if repetition >= 0:
-                times[name].append(taken * 1e6)
+    times = in_turn(candidates, repetitions, 2, lambda name: candidates[name]() * 1e6)
     medians = {name: median(values) for name, values in times.items()}
     return Measurement(op, world_size, shape, baseline, medians, repetitions)

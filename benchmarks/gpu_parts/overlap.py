@@ -25,10 +25,10 @@ from gpu_parts.timing import (
     alternating,
     close,
     dtype_here,
-    in_turn,
     launch_now,
     on_ranks,
     record,
+    times_in_turn,
 )
 
 import interlace
@@ -82,7 +82,7 @@ def timed_together(
         begins, ends = zip(*group.agree("the times of a benchmark", tuple(span)), strict=True)
         return float(max(ends) - min(begins)) / CALLS
 
-    return in_turn(candidates, repetitions, WARM_UP if cuda else 0, microseconds)
+    return times_in_turn(candidates, repetitions, WARM_UP if cuda else 0, microseconds)
 
 
 def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:

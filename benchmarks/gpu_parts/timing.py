@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from circumstances import in_turn
 
 import interlace
 from interlace.runtime.core.launch import KernelLaunch
@@ -57,16 +58,10 @@ def launch_now(launch: KernelLaunch, stream: Any) -> None:
         stream.launch(launch)
 
 
-def in_turn(
+def times_in_turn(
     names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
 ) -> dict[str, Time]:
-    """Measure the candidates alternately; the first ``warm_up`` rounds do not count."""
-    values: dict[str, list[float]] = {name: [] for name in names}
-    for repetition in range(-warm_up, repetitions):
-        for name, counted in values.items():
-            value = measure(name)
-            if repetition >= 0:
-                counted.append(value)
+    values = in_turn(names, repetitions, warm_up, measure)
     return {name: Time.of(counted) for name, counted in values.items()}
 
 
@@ -97,7 +92,7 @@ def alternating(
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3 / len(candidates[name])
 
-    return in_turn(candidates, max(1, repetitions), WARM_UP if on_gpu else 0, microseconds)
+    return times_in_turn(candidates, max(1, repetitions), WARM_UP if on_gpu else 0, microseconds)
 
 
 def _all_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:

@@ -71,6 +71,7 @@ class ByRows(MeasuredOp):
     collectives: TorchCollectives = TORCH
     shards = False  # whether a tuned problem has the rows of one rank
     varied: tuple[dict[str, int], ...] = ()  # values that tune tries with the kernels
+    packed = ""  # "n" or "k", the elements of rows that a format packs
     parted = ""  # "n" or "k", if ranks have equal parts of it, and not of the rows
     scatters = False  # whether a result has this rank's rows only
 
@@ -94,11 +95,15 @@ class ByRows(MeasuredOp):
             raise ValueError(
                 f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
             )
-
         if part % world_size:
             raise ValueError(
                 f"--{cls.parted} {part}: {cls.op} gives ranks parts of it, world size {world_size} does "
                 "not divide it"
+            )
+        format, row = settings.get("format"), shape.get(cls.packed, 0)
+        if format and row % format_named(format).packed:
+            raise ValueError(
+                f"--{cls.packed} {row}: {format} has two numbers in a byte; give an even size"
             )
 
     @classmethod
@@ -143,12 +148,6 @@ class ByRows(MeasuredOp):
         return flat.view(rows, columns)
 
 
-def refuse_odd(format: str, name: str, size: int) -> None:
-    """Raise ValueError if the format does not allow rows of that size."""
-    if format and size % format_named(format).packed:
-        raise ValueError(f"--{name} {size}: {format} has two numbers in a byte; give an even size")
-
-
 class Fused(ByRows):
     """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns.
 
@@ -157,6 +156,7 @@ class Fused(ByRows):
 
     communication: type[Plain]
     communicated = "n"
+    packed = "k"
     shards = True
     settings: tuple[str, ...] = ("format",)
 
@@ -175,13 +175,6 @@ class Fused(ByRows):
         moved = self.row_dtype if self.communicated == "k" else dtype
         self.collective = self.communication(place, moved, self.nbytes)
         self.bus_factor = self.collective.bus_factor
-
-    @classmethod
-    def refuse(
-        cls, world_size: int, sizes: Sequence[int], dtype: str, *, format: str = "", **settings: Any
-    ) -> None:
-        super().refuse(world_size, sizes, dtype, **settings)
-        refuse_odd(format, "k", sizes[2])
 
     @classmethod
     def memory(cls, dtype: torch.dtype, *sizes: int, format: str = "", **settings: Any) -> int:
