@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model import tables as tables
-from model.choose import Recommendation
+from model.choose import recommended
 from model.fit import calibrated
 from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, ModelMachine, machine_named
@@ -57,20 +57,14 @@ def all_tables(
     progress: Progress,
     most_nodes: int = tables.NODES[-1],
     only: Sequence[str] | None = None,
-) -> tuple[list[Table], list[Compared], list[Recommendation]]:
+) -> tuple[list[Table], list[Compared]]:
     """Everything for one machine, the published figures for all; or ``only`` the tables of these names.
 
     ValueError for a name that the machine has no table of.
     """
     found: list[Compared] = []
-    recommendations: list[Recommendation] = []
     if only is None or {"published", "summary", "outside"} & set(only):
         found = compare_all(progress)
-
-    def chunks() -> Table:
-        table, recommended = tables.recommendation(machine, progress)
-        recommendations.extend(recommended)
-        return table
 
     makers: dict[str, Callable[[], Table | None]] = {
         "parameters": lambda: tables.parameters(machine),
@@ -84,7 +78,7 @@ def all_tables(
     else:
         makers |= {
             "one-node": lambda: tables.one_node(machine, progress),
-            "recommended": chunks,
+            "recommended": lambda: tables.recommendation(machine, progress),
             "orders": lambda: tables.orders_of(machine, progress),
             "nodes": lambda: tables.several_nodes(machine, progress, most_nodes),
             "sensitivity": lambda: tables.sensitivity(machine, progress),
@@ -94,7 +88,7 @@ def all_tables(
         if name not in makers:
             raise ValueError(f"{machine.name} has no table {name!r}; it has {', '.join(makers)}")
     made = [make() for name, make in makers.items() if only is None or name in only]
-    return [table for table in made if table is not None], found, recommendations
+    return [table for table in made if table is not None], found
 
 
 def page_with(text: str, made: Sequence[Table]) -> str:
@@ -108,9 +102,8 @@ def page_with(text: str, made: Sequence[Table]) -> str:
     return MARK.sub(again, text)
 
 
-def document(
-    machine: ModelMachine, made: Sequence[Table], recommended: Sequence[Recommendation]
-) -> str:
+def document(machine: ModelMachine, made: Sequence[Table]) -> str:
+    chunks = recommended(machine) if any(table.name == "recommended" for table in made) else []
     return json.dumps(
         {
             "what": "predicted by benchmarks/predict.py; nothing here is measured unless it says so",
@@ -123,7 +116,7 @@ def document(
                 {"name": t.name, "title": t.title, "head": t.head, "rows": t.rows, "note": t.note}
                 for t in made
             ],
-            "recommended": [asdict(each) for each in recommended],
+            "recommended": [asdict(each) for each in chunks],
         },
         indent=1,
     )
@@ -159,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_matplotlib()
     machine = calibrated(machine_named(options.machine))
     try:
-        made, found, recommended = all_tables(machine, progress, options.nodes, options.table)
+        made, found = all_tables(machine, progress, options.nodes, options.table)
     except ValueError as error:
         parser.error(str(error))
     progress("done\n")
@@ -175,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in draw_all(machine, found, several, folder, progress, options.table):
             print(f"written to {path}")
     if options.json:
-        options.json.write_text(document(machine, made, recommended) + "\n")
+        options.json.write_text(document(machine, made) + "\n")
         print(f"written to {options.json}")
     return 0
 

@@ -31,7 +31,6 @@ from model.simulation.kernels import (
     library_us,
     matmul_us,
     nccl_us,
-    teraflops,
     tiling_of,
 )
 from model.simulation.machines import MACHINES, ModelMachine
@@ -82,7 +81,8 @@ class Fit:
 
 def _cublas_700w(machine: ModelMachine) -> list[float]:
     shape = (8192, 4096, 4096)
-    return [math.log(teraflops(*shape, library_us(machine, *shape)) / 721.6)]
+    teraflops = 2e-6 * math.prod(shape) / library_us(machine, *shape)
+    return [math.log(teraflops / 721.6)]
 
 
 def _cublas_500w(machine: ModelMachine) -> list[float]:

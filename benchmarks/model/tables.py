@@ -12,7 +12,6 @@ from interlace.output.files import require_matplotlib
 from model.choose import (
     ROWS,
     SHAPES,
-    Recommendation,
     order_times,
     recommended,
     sensitivities,
@@ -169,17 +168,16 @@ def one_node(machine: ModelMachine, progress: Progress) -> Table:
     )  # fmt: skip
 
 
-def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, list[Recommendation]]:
+def recommendation(machine: ModelMachine, progress: Progress) -> Table:
     """Chunks and who sends them."""
     progress(f"{machine.name}: chunks")
-    found = recommended(machine)
     rows = []
-    for each in found:
+    for each in recommended(machine):
         chunk = str(each.chunks), str(each.chunk_rows), f"{each.chunk_bytes / 1e6:.1f}"
         sender = "copy engine" if not each.copiers else f"{each.copiers} programs"
         times = map(_us, (each.microseconds, each.default_us, each.unfused_us))
         rows.append((*_dims(each.shape), *chunk, sender, each.order, *times, each.take))
-    table = Table(
+    return Table(
         "recommended",
         f"Recommended for all_gather_matmul on {machine.name}, 8 ranks; predicted microseconds",
         ("M", "N", "K", "chunks", "rows", "MB", "sent by", "order", "so", "default chunks",
@@ -187,7 +185,6 @@ def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, li
         rows,
         "chunks: of a shard. default chunks: gpu_default's, by copy engine. measure: speedup below 1.15.",
     )  # fmt: skip
-    return table, found
 
 
 def orders_of(machine: ModelMachine, progress: Progress) -> Table:

@@ -83,7 +83,8 @@ def cached_bytes(machine: ModelMachine) -> float:
 
 def compute_us(machine: ModelMachine, tiling: Tiling, k: int) -> float:
     """One tile, of an SM at full clock that waits for no memory."""
-    return machine.full_clock_us(2.0 * tiling.block_m * tiling.block_n * k / tiling.rate)
+    flops = 2.0 * tiling.block_m * tiling.block_n * k / tiling.rate
+    return flops / (machine.clock_tflops * 1e6 / machine.sms)
 
 
 def sharing_us(machine: ModelMachine, tiling: Tiling, n: int, k: int) -> float:
@@ -131,11 +132,6 @@ def library_us(machine: ModelMachine, rows: int, n: int, k: int) -> float:
     if not rows or not n:
         return 0.0
     return _fastest(library_tilings(machine), machine, rows, n, k)[0]
-
-
-def teraflops(rows: int, n: int, k: int, microseconds: float) -> float:
-    """The rate of a matmul that takes ``microseconds``, in TFLOP/s."""
-    return 2.0 * rows * n * k / microseconds / 1e6 if microseconds else math.inf
 
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

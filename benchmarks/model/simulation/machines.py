@@ -73,10 +73,6 @@ class ModelMachine:
     def budget(self) -> float:
         return min(self.sms, self.sms * self.power_tflops / self.clock_tflops)
 
-    def full_clock_us(self, flops: float) -> float:
-        """Return the time of one SM at full clock for ``flops``."""
-        return flops / (self.clock_tflops * 1e6 / self.sms)
-
     def with_values(self, source: str, **values: float) -> ModelMachine:
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, sources=sources, **values)  # type: ignore[arg-type]
@@ -226,9 +222,3 @@ def machine_named(name: str) -> ModelMachine:
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is not known; known are {', '.join(MACHINES)}")
     return MACHINES[name]
-
-
-def ideal(machine: ModelMachine, **values: float) -> ModelMachine:
-    """``machine`` without latencies, gaps and interference, and with ``values``: for limits."""
-    nothing = {name: 0.0 for name in PARAMETERS if name.endswith(("_us", "_us_per_mb"))}
-    return machine.with_values("assumed: ideal", **{**nothing, **values})
