@@ -1,26 +1,13 @@
 """The choice of algorithm and configuration for a fused op: looked up, predicted, or the default.
 
-The first source with an answer decides::
-
-    explicit   ``configuration.override`` of the caller: its values take precedence over all below
-    exact      a row for the bucket of the problem: from the cache of ``interlace tune``, then the table
-    nearest    a row of the same op, dtype and kind of extents with a near bucket: cache, then table
-    model      the fastest by the cost model of the table's tiles for this chip. It uses the links that
-               ``interlace calibrate`` has measured for a gather among as many ranks, if it has. On CPUs
-               with such a calibration: whether all-gather + matmul is pipelined
-    default    the table's tiles for the architecture; for an unknown one, tiles that run on any
-
-A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two buckets are near
-if they are at most ``NEAR`` doublings apart; a doubling of the world size counts twice.
+The first source with an answer decides. ``docs/how-to/gpu/tune.md`` lists the sources in their order, and
+says what a bucket is: explicit values, an exact row, a row of a near bucket, the cost model, the default.
 
 All ranks must choose the same. They agree on the problem before; the arithmetic is exact; the table is part
 of the package. Things that may differ are exchanged once per group: the chip (if ranks have several kinds,
 all use tiles that run on any) and a digest of the cache's rows for this machine. If digests differ, rank 0
 is asked once per problem, and its row counts on all ranks, with a warning. So a file that is deleted or
 written meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
-
-The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
-schedule on every machine.
 
 Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for. They are rows of
 ``table.py``; a row for the shape of a call comes before them. In ``sim`` it is always the kernel, because

@@ -1,12 +1,8 @@
 """Measure candidates for one op at one shape, on every rank: successive halving, each result checked.
 
-    1  every candidate: checked against float64, then one block of calls
-    2  the best third, and the best tiles with the best sends: two blocks
-    3  the best three and the default: blocks in turn, of which medians count
-
-Times are taken like in ``bench`` (``protocol.py``): blocks of the slowest rank, inputs rotated past the
-cache. All ranks see the same times, so all continue with the same candidates. Candidates beyond the budget
-are not tried. The candidates, the default first:
+``docs/how-to/gpu/tune.md`` describes the three rounds. Times are taken like in ``bench``. All ranks see the
+same times, so all continue with the same candidates. Candidates beyond the budget are not tried. The
+candidates, the default first:
 
     sim   the fused kernel with other blocks and more or fewer programs, which matter to the interpreter
     shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
