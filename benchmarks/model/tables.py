@@ -218,7 +218,7 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
         world_size = machine.gpus_per_node * nodes
         progress(f"{machine.name}: {nodes} nodes")
 
-        def us(shape: Shape, algorithm: str = "fused", **options: Any) -> float:
+        def time_of(shape: Shape, algorithm: str = "fused", **options: Any) -> float:
             return predict(machine, shape, algorithm, **options).microseconds
 
         gather = Shape("all_gather_matmul", GATHER_ROWS * world_size, 3584, 8192, world_size, nodes)
@@ -227,12 +227,12 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
         )
         whole = replace(default_configuration(gather), chunks=1)
         cells = [str(nodes), str(world_size)]
-        chunked: dict[str, Any] = {"configuration": whole}
-        unfused, times = us(gather, "unfused"), [us(gather, order=o, **chunked) for o in orders]
+        unfused = time_of(gather, "unfused")
+        times = [time_of(gather, configuration=whole, order=order) for order in orders]
         cells += [_us(unfused), *map(_us, times), f"{unfused / min(times):.2f}"]
-        unfused, summing, late = us(scatter, "unfused"), us(scatter), "-"
+        unfused, summing, late = time_of(scatter, "unfused"), time_of(scatter), "-"
         if nodes <= LATE_SUMS_UP_TO:
-            late = _us(us(scatter, order="all sum at the end"))
+            late = _us(time_of(scatter, order="all sum at the end"))
         rows.append((*cells, _us(unfused), _us(summing), late, f"{unfused / summing:.2f}"))
     return Table(
         "nodes",

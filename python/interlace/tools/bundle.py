@@ -65,22 +65,26 @@ _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 def operands_of(options: KernelOptions, arch: int) -> MatmulVariant:
     """Return the operands of a matmul with these options. Raises ValueError for impossible ones."""
-    o, packs = options, options.quantize in FORMATS
-    if packs and o.gather != "none":
-        raise ValueError(f"gather is {o.gather!r}: no bundle gathers rows in {o.quantize}")
-    if o.quantize and not packs and arch < 89:
-        raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
-    if o.format and format_named(o.format) and o.weight != "nk":
-        raise ValueError(f"weight is 'kn': columns of {o.format} are packed, which is 'nk'")
-    possible = gpu_default(arch, o.torch_dtype, o.rows).descriptors and not o.format
-    possible = possible and o.columns % 16 == 0 and o.inner % 16 == 0
-    if o.path == "tma" and not possible:
+    packs = options.quantize in FORMATS
+    if packs and options.gather != "none":
         raise ValueError(
-            f"path is 'tma': sm_{arch} does not have it for {o.format or o.torch_dtype} with "
-            f"{o.columns} columns and inner dimension {o.inner}"
+            f"gather is {options.gather!r}: no bundle gathers rows in {options.quantize}"
         )
-    path = "tma" if possible and o.path != "pointers" else "pointers"
-    return MatmulVariant(**{**vars(o), "path": path})
+    if options.quantize and not packs and arch < 89:
+        raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
+    if options.format and format_named(options.format) and options.weight != "nk":
+        raise ValueError(f"weight is 'kn': columns of {options.format} are packed, which is 'nk'")
+    possible = (
+        gpu_default(arch, options.torch_dtype, options.rows).descriptors and not options.format
+    )
+    possible = possible and options.columns % 16 == 0 and options.inner % 16 == 0
+    if options.path == "tma" and not possible:
+        raise ValueError(
+            f"path is 'tma': sm_{arch} does not have it for {options.format or options.torch_dtype} with "
+            f"{options.columns} columns and inner dimension {options.inner}"
+        )
+    path = "tma" if possible and options.path != "pointers" else "pointers"
+    return MatmulVariant(**{**vars(options), "path": path})
 
 
 Make = Callable[[int, KernelOptions], list[Entry]]
