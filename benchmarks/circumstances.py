@@ -1,10 +1,12 @@
 """Commit, machine and versions, for the reader of a benchmark. Needs nothing beside torch and triton."""
 
 import itertools
+import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -50,6 +52,31 @@ def circumstances() -> dict[str, object]:
         "triton": triton.__version__,
         "protocol": "candidates alternate; slowest rank from a common barrier; medians; 2 warm-ups",
     }
+
+
+def in_turn(
+    names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """Measure the candidates alternately; the first ``warm_up`` rounds do not count."""
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for repetition in range(-warm_up, repetitions):
+        for name, counted in values.items():
+            value = measure(name)
+            if repetition >= 0:
+                counted.append(value)
+    return values
+
+
+def ask(questions: Mapping[str, Callable[[], object]], known: Mapping[str, object]) -> None:
+    """Print the answer to every question, then all with what is ``known`` as JSON."""
+    found = dict(known)
+    for question, answer in questions.items():
+        try:
+            found[question] = answer()
+        except Exception as error:  # the other questions are still worth asking
+            found[question] = f"{type(error).__name__}: {error}"[:300]
+        print(f"{question}: {found[question]}", flush=True)
+    print(json.dumps(found))
 
 
 def new_result(kind: str, facts: dict[str, object]) -> Path:

@@ -1,15 +1,6 @@
 """Measurements on one GPU: ``python benchmarks/gpu.py [--part NAME] [--out FILE]``.
 
-==========  ======================================================================================
-matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost
-variants    the same at two shapes with other stages, tiles, chunks, and warps with roles
-ops         attention, decoding, norms and experts on one rank, against torch's operators
-virtual     W ranks on the one GPU: fused, pipelined, unfused, and torch's pipelined algorithm
-slow-link   peers' shards in pinned host memory, over PCIe by copy engine and by programs: overlap
-small       1 to 512 rows: what "auto" chooses against unfused
-host        host time per call, eager; CUDA graph replay against eager
-sanitizer   compute-sanitizer memcheck and racecheck on a small case
-==========  ======================================================================================
+docs/explanation/performance.md describes the parts.
 
 Every candidate's result is compared with a reference in the same run; a wrong one has no time. A case that
 fails is recorded with its error, and the next begins. Writes JSON with device, driver, versions and commit,
@@ -18,6 +9,7 @@ to check the benchmark itself; its times mean nothing and are not written. Under
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -29,25 +21,19 @@ from typing import Any
 import torch
 from circumstances import new_result
 
-PARTS = ("matmul", "variants", "ops", "virtual", "slow-link", "small", "host", "sanitizer")
+PARTS = {  # with their files in gpu_parts
+    "matmul": "shapes", "variants": "shapes", "ops": "host", "virtual": "overlap",
+    "slow-link": "overlap", "small": "shapes", "host": "host", "sanitizer": "host",
+}  # fmt: skip
 SECONDS = 480.0
 
 Record = dict[str, Any]
 
 
 def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
-    from gpu_parts import host, ops, overlap, shapes
-
-    return {
-        "matmul": shapes.matmul,
-        "variants": shapes.variants,
-        "ops": ops.ops,
-        "small": shapes.small,
-        "virtual": overlap.virtual,
-        "slow-link": overlap.slow_link,
-        "host": host.host,
-        "sanitizer": host.sanitizer,
-    }[name]
+    module = importlib.import_module(f"gpu_parts.{PARTS[name]}")
+    part: Callable[[bool, int], Iterator[Record]] = getattr(module, name.replace("-", "_"))
+    return part
 
 
 def circumstances() -> Record:
@@ -75,12 +61,6 @@ def line(record: Record) -> str:
     return f"{record['part']:9} {record['case']:44} {found}".rstrip()
 
 
-def result_file(facts: Record) -> Path:
-    """Where results go by default."""
-    slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
-    return new_result(f"gpu-{slug}", facts)
-
-
 def write(out: Path, facts: Record, records: list[Record]) -> None:
     """All of ``records``, in place of what is there; whoever is killed meanwhile leaves that."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +70,6 @@ def write(out: Path, facts: Record, records: list[Record]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append", help="only this; repeatable")
     parser.add_argument("--repetitions", type=int, default=15)
@@ -106,7 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("--dry-run is for machines without a GPU; set CUDA_VISIBLE_DEVICES= to hide it")
         return 2
     facts = {} if options.dry_run else circumstances()
-    out = options.out if options.dry_run else options.out or result_file(facts)
+    out = options.out
+    if not options.dry_run and out is None:
+        slug = str(facts["device"]).lower().replace("nvidia ", "").replace(" ", "-")
+        out = new_result(f"gpu-{slug}", facts)
     records: list[Record] = []
     started, failed = time.monotonic(), False
     for name in options.part or PARTS:

@@ -161,7 +161,7 @@ def others() -> Iterator[CacheJob]:
 
 def ops() -> Iterator[CacheJob]:
     """The part ops of ``gpu.py``."""
-    from gpu_parts.ops import requests
+    from gpu_parts.host import requests
 
     from interlace.benchmark.requests import DTYPES, OPS
     from interlace.groups.groups import default_group

@@ -14,12 +14,13 @@ cannot be in the way. ``--dry-run`` names the questions and asks none.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from circumstances import ask
 
 CODE = r"""
 __device__ long long now() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
@@ -179,14 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     import cupy
 
-    facts, found = Facts(cupy), {}
-    for question, answer in QUESTIONS.items():
-        try:
-            found[question] = answer(facts)
-        except Exception as error:  # the other questions are still worth asking
-            found[question] = f"{type(error).__name__}: {error}"[:300]
-        print(f"{question}: {found[question]}", flush=True)
-    print(json.dumps(found))
+    facts = Facts(cupy)
+    ask({name: partial(answer, facts) for name, answer in QUESTIONS.items()}, {})
     return 0
 
 

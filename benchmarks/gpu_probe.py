@@ -7,7 +7,6 @@ each. ``--dry-run`` asks nothing.
 """
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from circumstances import ask
 
 CYCLES = 1.9e6  # in a millisecond, about
 POOL = 32
@@ -175,17 +175,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this needs a CUDA device, and torch sees none; --dry-run asks nothing")
         return 2
-    found: dict[str, Any] = {
-        name: os.environ.get(name, "")
-        for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
-    }
-    for question, answer in questions(Probe()).items():
-        try:
-            found[question] = answer()
-        except Exception as error:  # the other questions are still worth asking
-            found[question] = f"{type(error).__name__}: {error}"[:300]
-        print(f"{question}: {found[question]}", flush=True)
-    print(json.dumps(found))
+    variables = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+    ask(questions(Probe()), {name: os.environ.get(name, "") for name in variables})
     return 0
 
 

@@ -37,6 +37,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from circumstances import circumstances, in_turn, new_result
 
 CALLS = 50
 BUDGET_US = 30.0
@@ -263,7 +264,6 @@ def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, floa
     """Medians in microseconds, and what a call asks of the driver."""
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls = candidates(device)
-    times: dict[str, list[float]] = {name: [] for name in calls}
     asked: dict[str, Counter[str]] = {}
     for name, call in calls.items():
         for _ in range(3):
@@ -274,9 +274,7 @@ def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, floa
         asked[name] = Counter(driver)
         if launched() > before:
             asked[name]["launches"] = launched() - before
-    for _ in range(repetitions):
-        for name, call in calls.items():
-            times[name].append(_block(call, finish))
+    times = in_turn(calls, repetitions, 0, lambda name: _block(calls[name], finish))
     return {
         name: {"us": median(values), "least_us": min(values), **asked[name]}
         for name, values in times.items()
@@ -284,7 +282,6 @@ def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, floa
 
 
 def on_rank(repetitions: int) -> dict[str, dict[str, float]]:
-    """On a GPU."""
     import interlace
 
     return measured(interlace.device(), repetitions)
@@ -340,8 +337,6 @@ def main() -> None:
         least = f"least {row['least_us']:.1f}, "
         print(f"{name:34} {row['us']:7.1f} us  ({least}{added}{asked}){mark}")
     if options.json:
-        from circumstances import circumstances, new_result
-
         record = {
             **circumstances(),
             "device": kind,

@@ -69,17 +69,18 @@ def _has_no_edges(kernel: str) -> bool:
     return kernel in PACKED or re.match(r"attention_\w+backward", kernel) is not None
 
 
-def counted(cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[str, Any]]) -> Any:
+def counted(
+    cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return every loop of ``cases``, except FEW and loops that load single elements, for edges.
 
     ``more``: additional facts about a kernel.
     """
-    package = Path(interlace.__file__).parent
     wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in cases]
     both = sorted(
         zip(build(wanted), wanted, strict=True), key=lambda each: list(cases).index(each[1].name)
     )
-    rows = [
+    return [
         {"kernel": report.name, "arch": report.arch, **more(report, entry), **vars(loop)}
         for report, entry in both
         for loop in report.loops
@@ -87,7 +88,6 @@ def counted(cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[
         and loop.instructions > FEW
         and (_has_no_edges(report.name) or not 0 < loop.loaded_bytes < 16 * loop.loads_in_flight)
     ]
-    return {"commit": said_by("git", "-C", str(package), "rev-parse", "HEAD"), "loops": rows}
 
 
 def registers(report: BuildReport, entry: Entry) -> dict[str, Any]:
@@ -103,21 +103,33 @@ def resources(report: BuildReport, entry: Entry) -> dict[str, Any]:
     return {**registers(report, entry), **own}
 
 
+def write(options: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Write the ``rows`` under the name ``kind``, and what ``--before`` has of the same kernels."""
+    package = Path(interlace.__file__).parent
+    commit = said_by("git", "-C", str(package), "rev-parse", "HEAD")
+    document = {
+        **circumstances(),
+        "protocol": "counts of instructions",
+        "commit": commit,
+        kind: rows,
+    }
+    if options.before:
+        older = json.loads(options.before.read_text())
+        before = older.get("before", {"commit": older["commit"], kind: []})
+        known = {row["kernel"] for row in before[kind]}
+        more = [row for row in older[kind] if row["kernel"] not in known]
+        document["before"] = {**before, kind: before[kind] + more}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--packed", action="store_true")
     options = parser.parse_args()
-    found = counted(PACKED, resources) if options.packed else counted(CASES, registers)
-    document = {**circumstances(), "protocol": "counts of instructions", **found}
-    if options.before:
-        older = json.loads(options.before.read_text())
-        before = older.get("before", {"commit": older["commit"], "loops": []})
-        known = {loop["kernel"] for loop in before["loops"]}
-        more = [loop for loop in older["loops"] if loop["kernel"] not in known]
-        document["before"] = {**before, "loops": before["loops"] + more}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    kind = (PACKED, resources) if options.packed else (CASES, registers)
+    write(options, "loops", counted(*kind))
 
 
 if __name__ == "__main__":

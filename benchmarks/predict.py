@@ -26,12 +26,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model import tables as tables
-from model.calibration import calibrated
-from model.choose import Recommendation
-from model.plots import draw_all
+from model.choose import recommended
+from model.fit import calibrated
 from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, ModelMachine, machine_named
-from model.tables import Progress, Table
+from model.tables import Progress, Table, draw_all
 
 from interlace.arguments.paths import refuse_unwritable
 from interlace.output.files import require_matplotlib
@@ -59,20 +58,14 @@ def all_tables(
     progress: Progress,
     most_nodes: int = tables.NODES[-1],
     only: Sequence[str] | None = None,
-) -> tuple[list[Table], list[Compared], list[Recommendation]]:
+) -> tuple[list[Table], list[Compared]]:
     """Everything for one machine, the published figures for all; or ``only`` the tables of these names.
 
     ValueError for a name that the machine has no table of.
     """
     found: list[Compared] = []
-    recommendations: list[Recommendation] = []
     if only is None or {"published", "summary", "outside"} & set(only):
         found = compare_all(progress)
-
-    def chunks() -> Table:
-        table, recommended = tables.recommendation(machine, progress)
-        recommendations.extend(recommended)
-        return table
 
     makers: dict[str, Callable[[], Table | None]] = {
         "parameters": lambda: tables.parameters(machine),
@@ -86,7 +79,7 @@ def all_tables(
     else:
         makers |= {
             "one-node": lambda: tables.one_node(machine, progress),
-            "recommended": chunks,
+            "recommended": lambda: tables.recommendation(machine, progress),
             "orders": lambda: tables.orders_of(machine, progress),
             "nodes": lambda: tables.several_nodes(machine, progress, most_nodes),
             "sensitivity": lambda: tables.sensitivity(machine, progress),
@@ -96,7 +89,7 @@ def all_tables(
         if name not in makers:
             raise ValueError(f"{machine.name} has no table {name!r}; it has {', '.join(makers)}")
     made = [make() for name, make in makers.items() if only is None or name in only]
-    return [table for table in made if table is not None], found, recommendations
+    return [table for table in made if table is not None], found
 
 
 def page_with(text: str, made: Sequence[Table]) -> str:
@@ -110,10 +103,8 @@ def page_with(text: str, made: Sequence[Table]) -> str:
     return MARK.sub(again, text)
 
 
-def document(
-    machine: ModelMachine, made: Sequence[Table], recommended: Sequence[Recommendation]
-) -> str:
-    """The predictions as JSON."""
+def document(machine: ModelMachine, made: Sequence[Table]) -> str:
+    chunks = recommended(machine) if any(table.name == "recommended" for table in made) else []
     return json.dumps(
         {
             "what": "predicted by benchmarks/predict.py; nothing here is measured unless it says so",
@@ -126,14 +117,13 @@ def document(
                 {"name": t.name, "title": t.title, "head": t.head, "rows": t.rows, "note": t.note}
                 for t in made
             ],
-            "recommended": [asdict(each) for each in recommended],
+            "recommended": [asdict(each) for each in chunks],
         },
         indent=1,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments, predict, print, write."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_matplotlib()
     machine = calibrated(machine_named(options.machine))
     try:
-        made, found, recommended = all_tables(machine, progress, options.nodes, options.table)
+        made, found = all_tables(machine, progress, options.nodes, options.table)
     except ValueError as error:
         parser.error(str(error))
     progress("done\n")
@@ -180,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in draw_all(machine, found, several, folder, progress, options.table):
             print(f"written to {path}")
     if options.json:
-        options.json.write_text(document(machine, made, recommended) + "\n")
+        options.json.write_text(document(machine, made) + "\n")
         print(f"written to {options.json}")
     return 0
 

@@ -22,9 +22,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from interlace.benchmark.figures import format_size
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,22 +46,26 @@ Rows = Iterator[list[str]]
 
 
 def size_text(nbytes: int) -> str:
-    """4096 is "4 KiB"; nothing for 0."""
-    if not nbytes:
-        return ""
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << shift:
-            return f"{nbytes >> shift} {unit}"
-    return f"{nbytes} B"
+    return format_size(nbytes) if nbytes else ""
 
 
 def _microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _table(head: list[str], rows: Rows) -> str:
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _pivot(
+    head: list[str], cells: Mapping[tuple[Any, ...], Mapping[Any, str]], columns: Any
+) -> str:
+    """A line per key of ``cells``, with a column for each of ``columns``, by its title."""
+    rows = (
+        [*map(str, key), *(line.get(each, "") for each in columns)] for key, line in cells.items()
+    )
+    return _table([*head, *columns.values()], rows)
 
 
 def backend(document: Document) -> str:
@@ -95,7 +101,7 @@ def backend(document: Document) -> str:
 
 def messages(document: Document) -> str:
     """One line per world size and op, of all sizes: times as fast as gloo, time relative to OpenMPI."""
-    found: dict[tuple[int, str], dict[int, str]] = {}
+    found: dict[tuple[Any, ...], dict[int, str]] = {}
     for m in document["measurements"]:
         if "in flight" in m["shape"]:
             times = m["microseconds"]
@@ -104,11 +110,7 @@ def messages(document: Document) -> str:
             cells = found.setdefault((m["world_size"], m["op"]), {})
             cells[m["shape"]["bytes"]] = f"{_microseconds(ours)} ({beside})"
     sizes = sorted({size for cells in found.values() for size in cells})
-    rows = (
-        [str(ranks), op, *(cells.get(size, "") for size in sizes)]
-        for (ranks, op), cells in found.items()
-    )
-    return _table(["ranks", "op", *map(size_text, sizes)], rows)
+    return _pivot(["ranks", "op"], found, {size: size_text(size) for size in sizes})
 
 
 def crowds(document: Document) -> str:
@@ -131,30 +133,24 @@ def crowds(document: Document) -> str:
 
 def hosts(document: Document) -> str:
     """One line per op and size, of all cables and world sizes; times as fast as gloo."""
-    found: dict[tuple[str, int], dict[str, str]] = {}
+    found: dict[str, dict[tuple[Any, ...], dict[str, str]]] = {}
     for m in document["measurements"]:
         op, cable, _ = m["op"].split(", ")
         times, column = m["microseconds"], f"{m['world_size']} ranks, {cable}"
         ratio = f"{_microseconds(times['interlace'])} ({times['gloo'] / times['interlace']:.2f})"
-        found.setdefault((op, m["shape"]["bytes"]), {})[column] = ratio
-    columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    ordered = sorted(found, key=lambda key: [op for op, _ in found].index(key[0]))
-    rows = (
-        [op, size_text(nbytes), *(found[op, nbytes].get(name, "") for name in columns)]
-        for op, nbytes in ordered
-    )
-    return _table(["op", "bytes", *columns], rows)
+        key = op, size_text(m["shape"]["bytes"])
+        found.setdefault(op, {}).setdefault(key, {})[column] = ratio
+    cells = {key: line for lines in found.values() for key, line in lines.items()}
+    columns = dict.fromkeys(name for line in cells.values() for name in line)
+    return _pivot(["op", "bytes"], cells, {name: name for name in columns})
 
 
 def dispatch(document: Document) -> str:
     """One line per op in a world of one."""
+    names = "interlace", "gloo"
     found = [m for m in document["measurements"] if m["world_size"] == 1]
     rows = (
-        [
-            m["op"].split(": ")[1],
-            f"{m['microseconds']['interlace']:.1f}",
-            f"{m['microseconds']['gloo']:.1f}",
-        ]
+        [m["op"].split(": ")[1], *(f"{m['microseconds'][name]:.1f}" for name in names)]
         for m in found
     )
     return _table(["op", "interlace, us", "gloo, us"], rows)
@@ -241,13 +237,8 @@ def packed(document: Document) -> str:
             first = next(each for each in found if each["kernel"].startswith("all_gather_matmul "))
             rounds = PACKED_STEP // first["tile"][-1]
             counts = (
-                "instructions",
-                "products",
-                "conversions",
-                "loads",
-                "loaded_bytes",
-                "barriers",
-            )
+                "instructions", "products", "conversions", "loads", "loaded_bytes", "barriers",
+            )  # fmt: skip
             numbers = [rounds * first[each] for each in counts]
             most = [max(each[of] for each in found) for of in ("registers", "spills")]
             tile = f"{' x '.join(map(str, first['tile']))}, {first['warps']} warps"

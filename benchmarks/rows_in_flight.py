@@ -9,15 +9,13 @@ multiprocessor to itself; of the others as many share one as its registers, shar
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from circumstances import circumstances, said_by
+from loop_counts import write
 
-import interlace
 from interlace.runtime.compiler.request import Entry
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import entries
@@ -79,7 +77,6 @@ SHARING = ("decode_attention",)  # their programs are not persistent
 
 
 def programs(entry: Entry, report: BuildReport) -> int:
-    """How many programs a multiprocessor has."""
     if entry.kernel.removesuffix("_kernel") not in SHARING:
         return 1
     of_thread = -(-report.registers // 8) * 8
@@ -103,19 +100,17 @@ def counted() -> list[dict[str, Any]]:
                 continue
             most = max(found, key=lambda loop: loop.bytes_in_flight)
             threads, sharing = 32 * entry.num_warps, programs(entry, report)
-            rows.append(
-                {
-                    "kernel": entry.name,
-                    "function": most.where.split(" in ")[-1],
-                    "registers": report.registers,
-                    "threads": threads,
-                    "programs": sharing,
-                    "bytes_of_thread": most.bytes_in_flight,
-                    "bytes": most.bytes_in_flight * threads * sharing,
-                    "barriers": most.barriers,
-                    "barriers_per_row": round(most.barriers / rows_of(constants), 2),
-                }
-            )
+            about = {"kernel": entry.name, "function": most.where.split(" in ")[-1]}
+            size = {"registers": report.registers, "threads": threads, "programs": sharing}
+            moved = {
+                "bytes_of_thread": most.bytes_in_flight,
+                "bytes": most.bytes_in_flight * threads * sharing,
+            }
+            barriers = {
+                "barriers": most.barriers,
+                "barriers_per_row": round(most.barriers / rows_of(constants), 2),
+            }
+            rows.append({**about, **size, **moved, **barriers})
     return rows
 
 
@@ -123,15 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path)
-    options = parser.parse_args()
-    package = Path(interlace.__file__).parent
-    commit = said_by("git", "-C", str(package), "rev-parse", "HEAD")
-    document = {**circumstances(), "protocol": "counts of instructions", "rows": counted()}
-    document["commit"] = commit
-    if options.before:
-        older = json.loads(options.before.read_text())
-        document["before"] = older.get("before", {"commit": older["commit"], "rows": older["rows"]})
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(parser.parse_args(), "rows", counted())
 
 
 if __name__ == "__main__":

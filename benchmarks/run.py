@@ -17,66 +17,43 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import sys
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from circumstances import circumstances, new_result
-from cpu.fused import SHAPES
-from cpu.measure import Measurement, gloo, measure
+from cpu.fused import SHAPES, cases
+from cpu.measure import Measurement, gloo, measure, on_ranks
 from rich.table import Table
 
-import interlace
 from interlace.output.consoles import new_console, write_table
 
-MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
-OPS = tuple(MODULES)
+OPS = tuple(SHAPES)
 SIZED = ("torch_backend", "messages")  # modules that start their ranks themselves, with sizes
 OWN_RANKS = (*SIZED, "functional", "schedules", "crowds")  # and without
 ASKED = ("hosts",)  # run only by name: a machine may not be able to run them
 
 
-def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
-    """All cases of one op, on one rank."""
-    import torch.distributed as dist
-
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
-    gloo(port)
-    try:
-        module = importlib.import_module(MODULES[op])
-        return [measure(case, repetitions) for case in module.cases(op)]
-    finally:
-        dist.destroy_process_group()
+def on_rank(path: str, op: str, repetitions: int) -> list[Measurement]:
+    with gloo(path):
+        return [measure(case, repetitions) for case in cases(op)]
 
 
 def run(op: str, world_size: int, repetitions: int, sizes: list[int] | None) -> list[Measurement]:
-    """All cases of one op or module."""
     if op in OWN_RANKS + ASKED:
         how = {"sizes": sizes} if op in SIZED else {}
         module = importlib.import_module(f"cpu.{op}")
         own: list[Measurement] = module.measurements(world_size, repetitions, **how)
         return own
-    ranks = interlace.run(
-        on_rank, world_size, op, free_port(), repetitions, place="shm", timeout=600.0
-    )
-    return list(ranks[0])
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return on_ranks(on_rank, world_size, op, repetitions)
 
 
 def show(console: Any, measurements: list[Measurement]) -> None:
     """A table: median microseconds, and in brackets how many times as fast as the baseline."""
-    for op in dict.fromkeys(m.op for m in measurements):
-        rows = [m for m in measurements if m.op == op]
-        names = list(rows[0].microseconds)
+    # modules may have ops of the same name, with other candidates
+    for op, *names in dict.fromkeys((m.op, *m.microseconds) for m in measurements):
+        rows = [m for m in measurements if [m.op, *m.microseconds] == [op, *names]]
         table = Table(
             title=f"{op}, {rows[0].shape['dtype']}: median us (times as fast as {rows[0].baseline})"
         )
@@ -101,7 +78,6 @@ def show(console: Any, measurements: list[Measurement]) -> None:
 
 
 def main() -> int:
-    """Parse the arguments, run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
     parser.add_argument(

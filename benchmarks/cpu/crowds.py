@@ -7,19 +7,18 @@ blocks.
 """
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case, Measurement, beside_gloo, measure
+from cpu.measure import Case, Measurement, Shape, beside_gloo, measure, on_ranks
 
 import interlace
 from interlace.benchmark.protocol import slowest
@@ -64,26 +63,18 @@ def _operands(rows: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tenso
 
 
 def on_rank(path: str, repetitions: int) -> list[Measurement]:
-    """All measurements of one world size, on one rank."""
-    torch.set_num_threads(1)
     found = []
-    with beside_gloo(path) as (gloo, ours):
+    with beside_gloo(path) as both:
         rows = _rows()
         for load in LOADS:
             with busy_loops(load if interlace.get_rank() == 0 else 0):
-                for threads in THREADS:
+                for threads, nbytes in itertools.product(THREADS, SIZES):
                     torch.set_num_threads(threads)
-                    for nbytes in SIZES:
-                        step = _step(rows, nbytes)
-                        shape: dict[str, int | str] = {
-                            "bytes": nbytes, "busy loops": load, "threads": threads, "dtype": "float32",
-                        }  # fmt: skip
-                        both: dict[str, Callable[[], object]] = {
-                            "gloo": partial(step, gloo),
-                            "interlace": partial(step, ours),
-                        }
-                        case = Case("5 ms and all_reduce", shape, "gloo", both)
-                        found.append(measure(case, repetitions, calls=STEPS, warm_up=1))
+                    shape: Shape = {"bytes": nbytes, "busy loops": load, "threads": threads}
+                    candidates = both(_step(rows, nbytes))
+                    shape["dtype"] = "float32"
+                    case = Case("5 ms and all_reduce", shape, "gloo", candidates)
+                    found.append(measure(case, repetitions, calls=STEPS, warm_up=1))
     return found
 
 
@@ -99,12 +90,5 @@ def _step(rows: int, nbytes: int) -> Callable[[Any], None]:
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
-    """All of one world size."""
-    if world_size == 1:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = interlace.run(
-            on_rank, world_size, f"{folder}/store", repetitions, place="shm", timeout=1200.0
-        )
-    found: list[Measurement] = ranks[0]
-    return found
+    """All of one world size; nothing of a world of one."""
+    return on_ranks(on_rank, world_size, repetitions) if world_size > 1 else []

@@ -9,21 +9,17 @@ first use.
 Protocol: blocks of CALLS calls, candidates alternate block by block, medians over blocks.
 """
 
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case, Measurement, measure
-
-import interlace
+from cpu.measure import Candidates, Case, Measurement, Shape, gloo, measure, on_ranks
 
 CALLS = 500
 BYTES = 4
 
 
-def _candidates() -> dict[str, dict[str, Callable[[], object]]]:
+def _candidates() -> dict[str, Candidates]:
     import torch.distributed._functional_collectives as torchs
 
     from interlace import functional
@@ -51,26 +47,16 @@ def _candidates() -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def on_rank(path: str, repetitions: int) -> list[Measurement]:
-    """All measurements, in microseconds per call."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
-    try:
-        shape: dict[str, int | str] = {"bytes": BYTES, "dtype": "float32"}
+    with gloo(path):
+        shape: Shape = {"bytes": BYTES, "dtype": "float32"}
         cases = [
             Case(f"functional all_reduce, {name}", shape, "torch", candidates)
             for name, candidates in _candidates().items()
         ]
         return [measure(case, repetitions, calls=CALLS, warm_up=1) for case in cases]
-    finally:
-        dist.destroy_process_group()
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
     """All of a world of one; nothing for other sizes."""
-    if world_size != 1:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        found: list[Measurement] = interlace.run(
-            on_rank, 1, f"{folder}/store", repetitions, place="shm", timeout=600.0
-        )[0]
-    return found
+    return on_ranks(on_rank, 1, repetitions) if world_size == 1 else []

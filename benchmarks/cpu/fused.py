@@ -4,11 +4,11 @@ M are all rows, gathered or not yet scattered; (N, K) are per-rank layers of mod
 parameters.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from cpu.measure import Case
+from cpu.measure import Candidates, Case
 
 from interlace.benchmark.requests import FUSED
 from interlace.groups.groups import default_group
@@ -28,7 +28,7 @@ def cases(op: str) -> Iterator[Case]:
     for m, n, k in SHAPES[op]:
         subject = FUSED[op](place, torch.float32, m, n, k)
         inputs = subject.inputs(0)
-        candidates: dict[str, Callable[[], object]] = {
+        candidates: Candidates = {
             baseline: partial(subject.theirs, *inputs),
             "pipelined": partial(subject.ours("pipelined"), *inputs),
             "unfused": partial(subject.ours("unfused"), *inputs),

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpu.measure import Case, Measurement, measure
+from cpu.measure import Candidates, Case, Measurement, Shape, measure
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 RATES = {"veth": "", "1 Gbit/s": "1gbit"}
@@ -126,7 +126,6 @@ def on_rank(
     folder: str, rank: int, world_size: int, repetitions: int, rate: str, sizes: list[int],
     only: list[str],
 ) -> list[Measurement]:  # fmt: skip
-    """The measurements of one world, on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -145,11 +144,8 @@ def on_rank(
     for nbytes in sizes:
         for name, op in ops(nbytes, rank, world_size).items():
             if not only or name in only:
-                both: dict[str, Callable[[], object]] = {
-                    "gloo": partial(op, gloo),
-                    "interlace": partial(op, ours),
-                }
-                shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
+                both: Candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours)}
+                shape: Shape = {"bytes": nbytes, "dtype": "float32"}
                 case = Case(f"{name}, {rate}, hosts", shape, "gloo", both)
                 found.append(measure(case, repetitions, calls=None, warm_up=0))
     dist.barrier()

@@ -9,18 +9,24 @@ into half of the available memory are left out.
 """
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case, Measurement, beside_gloo, measure
+from cpu.measure import (
+    Candidates,
+    Case,
+    Measurement,
+    Shape,
+    beside_gloo,
+    measure,
+    on_ranks,
+    openmpi,
+)
 from cpu.message_cells import MATRIX, SIZES, Cell, cells, computing
-from cpu.openmpi import openmpi
 
 import interlace
 
@@ -72,19 +78,16 @@ def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Ca
 
 
 def multiply() -> Callable[[], object]:
-    """Return the work of another thread meanwhile."""
     matrix, product = (torch.zeros(MATRIX, MATRIX) for _ in range(2))
     return lambda: torch.mm(matrix, matrix, out=product)
 
 
 def on_rank(path: str, repetitions: int, what: Sequence[Cell]) -> list[Measurement]:
-    """All measurements of one world size, on one rank."""
-    torch.set_num_threads(1)
-    with beside_gloo(path) as (gloo, ours):
-        return [_measure(cell, gloo, ours, repetitions) for cell in what]
+    with beside_gloo(path) as both:
+        return [_measure(cell, both, repetitions) for cell in what]
 
 
-def _measure(cell: Cell, gloo: Any, ours: Any, repetitions: int) -> Measurement:
+def _measure(cell: Cell, both: Callable[[Any], Candidates], repetitions: int) -> Measurement:
     x = torch.full((cell.nbytes,), 1, dtype=torch.uint8)
     received = [torch.full_like(x, 0) for _ in range(cell.in_flight)]
     op = message(cell, x, received)
@@ -94,16 +97,9 @@ def _measure(cell: Cell, gloo: Any, ours: Any, repetitions: int) -> Measurement:
             for each in received:
                 each.copy_(x)
 
-    shape: dict[str, int | str] = {
-        "bytes": cell.nbytes, "in flight": cell.in_flight, "dtype": "uint8",
-    }  # fmt: skip
-    candidates: dict[str, Callable[[], object]] = {
-        "gloo": partial(op, gloo),
-        "interlace": partial(op, ours),
-        "copy_": copies,
-    }
+    shape: Shape = {"bytes": cell.nbytes, "in flight": cell.in_flight, "dtype": "uint8"}
     with computing(multiply()) if cell.computing else contextlib.nullcontext():
-        case = Case(cell.name, shape, "gloo", candidates)
+        case = Case(cell.name, shape, "gloo", {**both(op), "copy_": copies})
         return measure(case, cell.repetitions(repetitions), calls=None, warm_up=0)
 
 
@@ -115,11 +111,7 @@ def measurements(
         return []
     what = cells(world_size, sizes or SIZES, available_memory())
     anchor = openmpi(world_size, "messages", repetitions, [astuple(cell) for cell in what])
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = interlace.run(
-            on_rank, world_size, f"{folder}/store", repetitions, what, place="shm", timeout=1200.0
-        )
-    found: list[Measurement] = ranks[0]
+    found = on_ranks(on_rank, world_size, repetitions, what)
     for cell, each in zip(what, found, strict=True):
         if cell.key in anchor:
             each.microseconds["OpenMPI"] = anchor[cell.key]

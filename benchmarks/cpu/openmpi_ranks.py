@@ -1,4 +1,4 @@
-"""OpenMPI's collectives and messages through mpi4py; ``openmpi.py`` runs this under ``mpirun``.
+"""OpenMPI's collectives and messages through mpi4py; ``measure.py`` runs this under ``mpirun``.
 
 ``mpirun -n 2 python -m cpu.openmpi_ranks collectives REPETITIONS "[BYTES, ...]"``, or ``messages`` with a
 list of cells, prints one line of JSON: microseconds per call by "op bytes", medians over blocks of

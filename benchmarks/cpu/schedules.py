@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from cpu.measure import Measurement
+from circumstances import in_turn
+from cpu.measure import Measurement, Shape
 
 import interlace
 from interlace import symmetric_memory
@@ -119,7 +120,7 @@ def plain(world_size: int) -> float:
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
     """Candidates alternate; the first two repetitions warm up and do not count."""
-    shape: dict[str, int | str] = {"programs": PROGRAMS, "block": BLOCK, "dtype": "float32"}
+    shape: Shape = {"programs": PROGRAMS, "block": BLOCK, "dtype": "float32"}
     found = []
     for op, kernel, parts in (
         ("schedules", exchange_kernel, world_size),
@@ -153,16 +154,11 @@ def measurements(world_size: int, repetitions: int) -> list[Measurement]:
 def _measured(
     op: str,
     world_size: int,
-    shape: dict[str, int | str],
+    shape: Shape,
     baseline: str,
     candidates: Mapping[str, Callable[[], float]],
     repetitions: int,
 ) -> Measurement:
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-2, repetitions):
-        for name, seconds in candidates.items():
-            taken = seconds()
-            if repetition >= 0:
-                times[name].append(taken * 1e6)
+    times = in_turn(candidates, repetitions, 2, lambda name: candidates[name]() * 1e6)
     medians = {name: median(values) for name, values in times.items()}
     return Measurement(op, world_size, shape, baseline, medians, repetitions)

@@ -11,15 +11,21 @@ starts do not count. Candidates alternate block by block. A block's time per cal
 Results are medians over blocks.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case, Measurement, beside_gloo, measure
-from cpu.openmpi import openmpi
+from cpu.measure import (
+    Candidates,
+    Case,
+    Measurement,
+    Shape,
+    beside_gloo,
+    measure,
+    on_ranks,
+    openmpi,
+)
 
 import interlace
 from interlace.runtime.places.shm.machine_code import Copier, available
@@ -29,10 +35,10 @@ DISPATCH_BYTES = 4
 DISPATCH_CALLS = 2000
 DISPATCH = "dispatch (world size 1)"
 
-Candidates = dict[str, Callable[[], object]]
+Op = Callable[[Any], object]
 
 
-def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
+def ops(nbytes: int, world_size: int) -> dict[str, Op]:
     """The ops on tensors of ``nbytes``, as functions of a group.
 
     All memory is written first: what never was is one page of zeros, which stays in the cache.
@@ -50,7 +56,7 @@ def ops(nbytes: int, world_size: int) -> dict[str, Callable[[dist.ProcessGroup],
     }
 
 
-def _more_ops() -> dict[str, Callable[[dist.ProcessGroup], object]]:
+def _more_ops() -> dict[str, Op]:
     """The other ops, of one element in a world of one."""
     tensor, other = torch.full((1,), 0.0), torch.full((1,), 0.0)
     return {
@@ -75,35 +81,26 @@ def _copies(nbytes: int) -> Candidates:
 
 
 def on_rank(path: str, repetitions: int, sizes: Sequence[int]) -> list[Measurement]:
-    """All measurements of one world size, on one rank."""
-    torch.set_num_threads(1)
-    with beside_gloo(path) as (gloo, ours):
-        return _measure(gloo, ours, repetitions, sizes)
-
-
-def _measure(gloo: Any, ours: Any, repetitions: int, sizes: Sequence[int]) -> list[Measurement]:
     world_size = interlace.get_world_size()
+    with beside_gloo(path) as both:
 
-    def case(
-        name: str, nbytes: int, op: Callable[[Any], object], copies: Candidates, calls: int | None
-    ) -> Measurement:
-        shape: dict[str, int | str] = {"bytes": nbytes, "dtype": "float32"}
-        both: Candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours)}
-        one = Case(name, shape, "gloo", {**both, **copies})
-        return measure(one, repetitions, calls=calls, warm_up=0 if calls is None else 1)
+        def case(
+            name: str, nbytes: int, op: Op, copies: Candidates, calls: int | None = None
+        ) -> Measurement:
+            shape: Shape = {"bytes": nbytes, "dtype": "float32"}
+            one = Case(name, shape, "gloo", {**both(op), **copies})
+            return measure(one, repetitions, calls=calls, warm_up=0 if calls is None else 1)
 
-    if world_size == 1:
-        return [
-            case(f"{DISPATCH}: {name}", DISPATCH_BYTES, op, {}, DISPATCH_CALLS)
-            for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items()
-        ]
-    found = [case("barrier", 0, lambda group: dist.barrier(group=group), {}, None)]
-    for nbytes in sizes:
-        copies = _copies(nbytes)
-        found += [
-            case(name, nbytes, op, copies, None) for name, op in ops(nbytes, world_size).items()
-        ]
-    return found
+        if world_size == 1:
+            return [
+                case(f"{DISPATCH}: {name}", DISPATCH_BYTES, op, {}, DISPATCH_CALLS)
+                for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items()
+            ]
+        found = [case("barrier", 0, lambda group: dist.barrier(group=group), {})]
+        for nbytes in sizes:
+            copies, sized = _copies(nbytes), ops(nbytes, world_size)
+            found += [case(name, nbytes, op, copies) for name, op in sized.items()]
+        return found
 
 
 def measurements(
@@ -112,11 +109,7 @@ def measurements(
     """All of one world size, with OpenMPI's times where it is installed."""
     given = list(sizes or SIZES)
     anchor = openmpi(world_size, "collectives", repetitions, given) if world_size > 1 else {}
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = interlace.run(
-            on_rank, world_size, f"{folder}/store", repetitions, given, place="shm", timeout=1200.0
-        )
-    found: list[Measurement] = ranks[0]
+    found = on_ranks(on_rank, world_size, repetitions, given)
     for each in found:
         time_of = anchor.get(f"{each.op} {each.shape['bytes']}")
         if time_of is not None:

@@ -1,10 +1,15 @@
-"""Two parts of ``gpu.py``: the host's time per call and graph replay; compute-sanitizer."""
+"""Parts of ``gpu.py`` about the host, compute-sanitizer, and ops on one rank.
 
+The first has the host's time per call and graph replays. The last one times attention, norms and experts
+against torch's operators.
+"""
+
+import functools
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 from gpu_parts.timing import Record, Time, alternating, close, dtype_here, on_ranks, record
 
 import interlace
+from interlace.benchmark.requests import OPS, BenchRequest, measure
 
 FOLDER = str(Path(__file__).parents[1])
 CALLS = 200
@@ -42,23 +48,9 @@ def host(dry_run: bool, repetitions: int) -> Iterator[Record]:
     if not dry_run:
         where = {"place": "cuda", "processes": True}  # with plans
     m, n, k = DRY_SHAPE if dry_run else SHAPE
-    for op in OPS:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         case, given = f"{op} W=1, {m} x {n} x {k}", (op, m, n, k, repetitions)
         yield on_ranks("host", case, _host, *given, **where)
-
-
-def _gathering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
-
-
-def _scattering(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
-
-
-OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "all_gather_matmul": _gathering,
-    "matmul_reduce_scatter": _scattering,
-}
 
 
 def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
@@ -67,25 +59,25 @@ def _host(op: str, m: int, n: int, k: int, repetitions: int) -> Record:
     dtype = dtype_here()
     x = torch.randn(m, k, device=device, dtype=dtype)
     w = torch.randn(n, k, device=device, dtype=dtype).t()
-    call = OPS[op]
-    correct = close(call(x, w), torch.mm(x, w))
+    call = functools.partial(getattr(interlace, op), x, w, algorithm="fused")
+    correct = close(call(), torch.mm(x, w))
     seconds = []
     for _ in range(repetitions + 1):
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS if cuda else 1):
-            call(x, w)
+            call()
         seconds.append((time.perf_counter() - start) / (CALLS if cuda else 1) * 1e6)
     times = {
         "host": Time.of(seconds[1:]),
-        **alternating({"eager": [lambda: call(x, w)]}, repetitions, graph=False),
+        **alternating({"eager": [call]}, repetitions, graph=False),
     }
     derived: dict[str, float] = {}
     if cuda:
         graph, output = torch.cuda.CUDAGraph(), torch.empty(0)
         with torch.cuda.graph(graph):
-            output = call(x, w)
+            output = call()
         right = 0
         for _ in range(REPLAYS):
             x.normal_()
@@ -118,3 +110,47 @@ def sanitizer(dry_run: bool, repetitions: int) -> Iterator[Record]:
             print(answer.stdout[-2000:], answer.stderr[-2000:])
         found = record({"run": Time.of([spent])}, clean)
         yield {"part": "sanitizer", "case": tool, **found}
+
+
+Sizes = tuple[int, ...]
+TOKENS = (8192, 16, 128), (32, 2, 16)  # on a GPU, and in a dry run
+PRODUCTS = (4096, 4096, 4096), (16, 16, 16)
+ROWS = (4096, 4096), (16, 16)
+ALONE: dict[str, tuple[tuple[str, ...], tuple[Sizes, Sizes]]] = {
+    "context_parallel_attention": (("all_gather fused", "ring fused"), TOKENS),
+    "context_parallel_attention_backward": (("all_gather fused",), TOKENS),
+    "distributed_decode": (("fused",), TOKENS),
+    "matmul_reduce_scatter_norm": (("fused",), PRODUCTS),
+    "reduce_scatter_norm": (("fused",), ROWS),
+    "all_to_all_grouped_matmul": (("fused",), PRODUCTS),
+    "grouped_matmul_combine": (("fused",), PRODUCTS),
+    "matmul_all_to_all": (("fused",), PRODUCTS),
+    "all_to_all_matmul": (("fused",), PRODUCTS),
+    "dispatch": (("fused",), ROWS),
+    "combine": (("fused",), ROWS),
+}
+
+
+def requests(dry_run: bool, repetitions: int) -> Iterator[BenchRequest]:
+    """Yield the request for each op."""
+    for op, (algorithms, sizes) in ALONE.items():
+        shape: Any = dict(zip(OPS[op].sizes, sizes[dry_run], strict=True))
+        dtype = "float32" if dry_run else "bfloat16"
+        how = algorithms, ("torch",), repetitions
+        yield BenchRequest(op, dtype, *how, **shape, virtual=not dry_run)
+
+
+def ops(dry_run: bool, repetitions: int) -> Iterator[Record]:
+    """Every result is compared with float64, as ``interlace bench`` does it."""
+    for request in requests(dry_run, repetitions):
+        shape = " x ".join(str(getattr(request, name)) for name in OPS[request.target].sizes)
+        place = "sim" if dry_run else "cuda"
+        yield on_ranks("ops", f"{request.target}, {shape}", _measured, request, place=place)
+
+
+def _measured(request: BenchRequest) -> Record:
+    found = measure(request, lambda done, total: None)
+    times = {row.name: Time.of(row.blocks) for row in found.rows}
+    fractions = {f"{row.name}_of_torch": row.speedup["torch"] for row in found.rows if row.speedup}
+    correct = all(row.right is not False for row in found.rows)
+    return record(times, correct, **fractions)

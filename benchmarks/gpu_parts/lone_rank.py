@@ -68,21 +68,16 @@ class LoneRank:
         self.buffer = group.place.allocate(nbytes)
         own = self.buffer.peers[:1]
         self.peers = own.repeat(self.world_size).contiguous()
+        offsets = self.slot_offset, self.data_offset
+        self.workspace = Workspace(self.peers, 0, self.world_size, *offsets)
         header = self.buffer.view(0, 0, (signal.HEADER_WORDS,), torch.int64)
         header[signal.SPIN_LIMIT_WORD] = group.place.poll_limit()
         self.gathered = self.buffer.view(0, self.data_offset, (self.m, self.k), self.dtype)
         self.shard = torch.empty(shard, self.k, dtype=self.dtype, device=self.device)
 
-    def _flags(self) -> torch.Tensor:
-        return self.buffer.view(0, self.slot_offset, (self.slots,), torch.int64)
-
     def preset(self) -> None:
         """Raise all flags, for every epoch to come."""
-        self._flags().fill_(PRESET)
-
-    def _common(self) -> dict[str, Any]:
-        offsets = self.slot_offset, self.data_offset
-        return {"workspace": Workspace(self.peers, 0, self.world_size, *offsets)}
+        self.buffer.view(0, self.slot_offset, (self.slots,), torch.int64).fill_(PRESET)
 
     def consumer(
         self, weight: torch.Tensor, output: torch.Tensor, *, waits: bool = True, copiers: int = 0
@@ -106,7 +101,7 @@ class LoneRank:
         resident = resident_programs(self.group, blocks) - copiers
         kernel: Any = all_gather_matmul.all_gather_matmul_kernel
         arguments = {
-            **self._common(),
+            "workspace": self.workspace,
             **product(self.group, blocks, input, linear),
             **epilogue(linear),
             **copies(blocks, 0),
@@ -147,17 +142,9 @@ class LoneRank:
         """
         steps = []
         for _, _, count, first, slot in self.arrivals():
-            flag = KernelLaunch(
-                signal.publish_kernel,
-                1,
-                {
-                    "peers": Peers(self.peers, 0, self.world_size),
-                    "peer": 0,
-                    "slot_byte": self.slot_offset + slot * WORD,
-                },
-                "publish",
-                num_warps=1,
-            )
+            peers, byte = Peers(self.peers, 0, self.world_size), self.slot_offset + slot * WORD
+            arguments = {"peers": peers, "peer": 0, "slot_byte": byte}
+            flag = KernelLaunch(signal.publish_kernel, 1, arguments, "publish", num_warps=1)
             part = slice(first, first + count)
             steps.append((host[part], self.gathered[part], flag))
         return steps
@@ -172,7 +159,7 @@ class LoneRank:
             transfer.all_gather_kernel,
             programs,
             {
-                **self._common(),
+                "workspace": self.workspace,
                 "input_ptr": host,
                 "output_ptr": self.gathered,
                 "sends": Table(self._table(lines), len(lines)),
@@ -186,10 +173,5 @@ class LoneRank:
 
     def finish(self) -> KernelLaunch:
         """The end of an op: the epoch advances."""
-        return KernelLaunch(
-            slots.finish_kernel,
-            1,
-            {"peers": Peers(self.peers, 0, self.world_size)},
-            "finish",
-            num_warps=1,
-        )
+        peers = {"peers": Peers(self.peers, 0, self.world_size)}
+        return KernelLaunch(slots.finish_kernel, 1, peers, "finish", num_warps=1)

@@ -2,6 +2,12 @@
 
 Virtual ranks share the GPU, so a copy between them costs memory bandwidth only and all matmuls share the
 SMs. Times cover all ranks' work together, from the first rank's start to the last one's end.
+
+:class:`TorchPipelined` has torch's pipelined algorithms of symmetric memory, restated for virtual ranks:
+threads of one process. The sequences are those in ``torch.distributed._symmetric_memory`` (torch 2.13).
+Two streams take turns, step by step. A step copies one peer's shard and multiplies it, or multiplies the
+part of one peer, which copies it. Ranks wait for each other with events instead of signal pads; every event
+is recorded before a peer may wait for it, for which the threads meet.
 """
 
 import threading
@@ -22,8 +28,8 @@ from gpu_parts.timing import (
     launch_now,
     on_ranks,
     record,
+    times_in_turn,
 )
-from gpu_parts.torch_pipelined import TorchPipelined
 
 import interlace
 from interlace.benchmark.figures import overlap
@@ -56,31 +62,27 @@ def timed_together(
             if "zero" not in _shared:
                 _shared["zero"] = torch.cuda.Event(enable_timing=True)
                 _shared["zero"].record()
-    measured: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-WARM_UP if cuda else 0, repetitions):
-        for name, candidate in candidates.items():
+
+    def microseconds(name: str) -> float:
+        interlace.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             interlace.barrier()
-            if cuda:
-                torch.cuda.synchronize()
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                interlace.barrier()
-                events[0].record()
-                for _ in range(CALLS):
-                    candidate()
-                events[1].record()
-                torch.cuda.synchronize()
-                zero = _shared["zero"] if virtual_ranks else events[0]
-                span = [zero.elapsed_time(event) * 1e3 for event in events]
-            else:
-                span = [time.perf_counter() * 1e6]
-                for _ in range(CALLS):
-                    candidate()
-                span.append(time.perf_counter() * 1e6)
-            spans = group.agree("the times of a benchmark", tuple(span))
-            if repetition >= 0:
-                begin, end = min(s for s, _ in spans), max(e for _, e in spans)
-                measured[name].append((end - begin) / CALLS)
-    return {name: Time.of(values) for name, values in measured.items()}
+            events[0].record()
+        start = time.perf_counter() * 1e6
+        for _ in range(CALLS):
+            candidates[name]()
+        span = [start, time.perf_counter() * 1e6]
+        if cuda:
+            events[1].record()
+            torch.cuda.synchronize()
+            zero = _shared["zero"] if virtual_ranks else events[0]
+            span = [zero.elapsed_time(event) * 1e3 for event in events]
+        begins, ends = zip(*group.agree("the times of a benchmark", tuple(span)), strict=True)
+        return float(max(ends) - min(begins)) / CALLS
+
+    return times_in_turn(candidates, repetitions, WARM_UP if cuda else 0, microseconds)
 
 
 def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
@@ -98,14 +100,15 @@ def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
                 yield on_ranks("virtual", case, measure, *given, world_size=world_size, **where)
 
 
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=interlace.device(), dtype=dtype_here())
+
+
 def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
-    shard = torch.randn(m // world_size, k, device=device, dtype=dtype)
-    weight = torch.randn(n, k, device=device, dtype=dtype).t()
-    gathered = torch.empty(m, k, device=device, dtype=dtype)
+    shard, weight = _random(m // interlace.get_world_size(), k), _random(n, k).t()
+    gathered, output = shard.new_empty(m, k), shard.new_empty(m, n)
     interlace.all_gather(gathered, shard)
-    output = torch.empty(m, n, device=device, dtype=dtype)
     parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, gathered, weight, out=output),
         "transfer": partial(interlace.all_gather, gathered, shard),
@@ -115,17 +118,14 @@ def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
 
 
 def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
-    device, dtype, world_size = interlace.device(), dtype_here(), interlace.get_world_size()
     torch.manual_seed(interlace.get_rank())
-    input = torch.randn(m, n, device=device, dtype=dtype)  # the second layer: [m, n] @ [n, k]
-    weight = torch.randn(k, n, device=device, dtype=dtype).t()
-    output = torch.empty(m, k, device=device, dtype=dtype)
-    part = torch.empty(m // world_size, k, device=device, dtype=dtype)
+    input, weight = _random(m, n), _random(k, n).t()  # the second layer: [m, n] @ [n, k]
+    output, part = input.new_empty(m, k), input.new_empty(m // interlace.get_world_size(), k)
     parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, input, weight, out=output),
         "transfer": partial(interlace.reduce_scatter, part, output),
     }
-    wanted = torch.empty(m // world_size, k, device=device)
+    wanted = torch.empty_like(part, dtype=torch.float32)
     interlace.reduce_scatter(wanted, torch.mm(input.float(), weight.float()))
     return _compared("matmul_reduce_scatter", (input, weight), wanted, parts, repetitions)
 
@@ -258,3 +258,84 @@ def _over_pcie(how: str, world_size: int, m: int, n: int, k: int, repetitions: i
         overlap=overlap(matmul, transfer, times["fused"].median) or 0.0,
         transfer_over_matmul=transfer / matmul,
     )
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+
+_board: dict[tuple[Any, ...], Any] = {}  # values that virtual ranks show each other
+
+
+class TorchPipelined:
+    """One virtual rank's two streams."""
+
+    def __init__(self) -> None:
+        self._second = torch.cuda.Stream()
+        self._rank, self._world_size = interlace.get_rank(), interlace.get_world_size()
+        self._turn = 0
+
+    def _show(self, kind: str, value: Any) -> None:
+        _board[kind, self._turn % 2, self._rank] = value
+
+    def _of(self, kind: str, peer: int) -> Any:
+        return _board[kind, self._turn % 2, peer]
+
+    def _meet(self) -> None:
+        """Hosts only: a barrier of ops would wait for the device, and be timed."""
+        default_group().agree("a step", None)
+
+    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def all_gather_matmul(self, shard: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``shard`` ``[m / W, k]``, ``weight`` ``[k, n]``: ``[m, n]``."""
+        rank, world_size = self._rank, self._world_size
+        rows = shard.shape[0]
+        self._turn += 1
+        first = torch.cuda.current_stream()
+        gathered = shard.new_empty(rows * world_size, shard.shape[1])
+        output = shard.new_empty(rows * world_size, weight.shape[1])
+        self._show("shard", shard)
+        self._show("ready", self._recorded(first))
+        self._meet()
+        self._second.wait_stream(first)
+        streams = (first, self._second)
+        for step in range(1, world_size):
+            peer = (rank + step) % world_size
+            part = slice(peer * rows, (peer + 1) * rows)
+            with torch.cuda.stream(streams[step % 2]):
+                streams[step % 2].wait_event(self._of("ready", peer))
+                gathered[part].copy_(self._of("shard", peer))
+                torch.mm(gathered[part], weight, out=output[part])
+        own = slice(rank * rows, (rank + 1) * rows)
+        torch.mm(shard, weight, out=output[own])
+        first.wait_stream(self._second)
+        return output
+
+    def matmul_reduce_scatter(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``input`` ``[m, k]``, ``weight`` ``[k, n]``: this rank's ``[m / W, n]`` of the sum."""
+        rank, world_size = self._rank, self._world_size
+        rows = input.shape[0] // world_size
+        self._turn += 1
+        first = torch.cuda.current_stream()
+        stack = input.new_empty(world_size, rows, weight.shape[1])
+        self._second.wait_stream(first)
+        streams = (first, self._second)
+        for step in range(1, world_size):
+            stream, target = streams[step % 2], (rank - step) % world_size
+            with torch.cuda.stream(stream):
+                partial = torch.mm(input[target * rows : (target + 1) * rows], weight)
+            self._show(f"part {step}", partial)
+            self._show(f"made {step}", self._recorded(stream))
+            self._meet()
+            source = (rank + step) % world_size
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._of(f"made {step}", source))
+                stack[source].copy_(self._of(f"part {step}", source))
+        torch.mm(input[rank * rows : (rank + 1) * rows], weight, out=stack[rank])
+        first.wait_stream(self._second)
+        for each in (stack, *(self._of(f"part {step}", rank) for step in range(1, world_size))):
+            each.record_stream(self._second)
+        return stack.sum(dim=0)

@@ -106,17 +106,21 @@ def _alone(
         ]
         for waits in (True, False)
     }
+    library = [
+        functools.partial(torch.mm, lone.gathered, weight, out=output)
+        for weight, output in zip(weights, outputs, strict=True)
+    ]
+    launches = {
+        waits: [functools.partial(launch_now, each, stream) for each in kernels[waits]]
+        for waits in kernels
+    }
+    ways: dict[str, Sequence[Callable[[], object]]] = {
+        "torch.mm": library,
+        "kernel": launches[True],
+        "kernel without waits": launches[False],
+    }
     candidates: dict[str, Sequence[Callable[[], object]]] = {
-        "torch.mm": [
-            functools.partial(torch.mm, lone.gathered, weights[i % pool], out=outputs[i % pool])
-            for i in range(sets)
-        ],
-        "kernel": [
-            functools.partial(launch_now, kernels[True][i % pool], stream) for i in range(sets)
-        ],
-        "kernel without waits": [
-            functools.partial(launch_now, kernels[False][i % pool], stream) for i in range(sets)
-        ],
+        name: [calls[i % pool] for i in range(sets)] for name, calls in ways.items()
     }
     correct = True
     wanted = [torch.mm(lone.gathered, weight) for weight in weights]

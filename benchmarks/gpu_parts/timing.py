@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from circumstances import in_turn
 
 import interlace
 from interlace.runtime.core.launch import KernelLaunch
@@ -38,7 +39,6 @@ class Time:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where a kernel makes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -58,14 +58,11 @@ def launch_now(launch: KernelLaunch, stream: Any) -> None:
         stream.launch(launch)
 
 
-def _events(calls: int, run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / calls
+def times_in_turn(
+    names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
+) -> dict[str, Time]:
+    values = in_turn(names, repetitions, warm_up, measure)
+    return {name: Time.of(counted) for name, counted in values.items()}
 
 
 def alternating(
@@ -79,29 +76,26 @@ def alternating(
     With ``graph`` the whole list is captured once and replayed, so that a launch's host cost does not
     count; without a GPU it is called.
     """
-    if not torch.cuda.is_available():
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for _ in range(max(1, repetitions)):
-            for name, calls in candidates.items():
-                start = time.perf_counter()
-                for call in calls:
-                    call()
-                times[name].append((time.perf_counter() - start) * 1e6 / len(calls))
-        return {name: Time.of(values) for name, values in times.items()}
-    runs = {
-        name: (_captured(calls) if graph else _in_turn(calls), len(calls))
-        for name, calls in candidates.items()
-    }
-    measured: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-WARM_UP, repetitions):
-        for name, (run, count) in runs.items():
-            value = _events(1, run) / count
-            if repetition >= 0:
-                measured[name].append(value)
-    return {name: Time.of(values) for name, values in measured.items()}
+    on_gpu = torch.cuda.is_available()
+    make = _captured if graph and on_gpu else _all_of
+    runs = {name: make(calls) for name, calls in candidates.items()}
+
+    def microseconds(name: str) -> float:
+        if not on_gpu:
+            start = time.perf_counter()
+            runs[name]()
+            return (time.perf_counter() - start) * 1e6 / len(candidates[name])
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        runs[name]()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / len(candidates[name])
+
+    return times_in_turn(candidates, max(1, repetitions), WARM_UP if on_gpu else 0, microseconds)
 
 
-def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+def _all_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     def run() -> None:
         for call in calls:
             call()
@@ -110,7 +104,7 @@ def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    run = _in_turn(calls)
+    run = _all_of(calls)
     run()  # compiles, and fills caches of the launcher
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -9,9 +9,8 @@ from functools import lru_cache
 
 from interlace.kernels import launch_formulas as formulas
 from model.predict import default_configuration, orders, predict
-from model.simulation.kernels import Shape
+from model.simulation.kernels import BYTES, Shape
 from model.simulation.machines import ModelMachine
-from model.simulation.matmul import BYTES
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
 COPIERS = (0, 32)
@@ -37,7 +36,6 @@ class Recommendation:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one send."""
         return self.chunk_rows * self.shape.k * BYTES
 
     @property
@@ -96,55 +94,23 @@ def recommended(machine: ModelMachine, world_size: int = 8) -> list[Recommendati
     return [best_chunk(machine, m, n, k, world_size) for n, k in SHAPES for m in ROWS]
 
 
-@dataclass(frozen=True)
-class OrderEffect:
-    """The predicted cost of an order relative to the kernels' own."""
-
-    shape: Shape
-    order: str
-    microseconds: float
-    relative: float
-
-
-def order_effects(machine: ModelMachine, shape: Shape) -> list[OrderEffect]:
-    """Every order of ``fused`` at a shape."""
-    times = {
+def order_times(machine: ModelMachine, shape: Shape) -> dict[str, float]:
+    """Return the microseconds of ``fused`` by order; the first order is the kernels' own."""
+    return {
         order: predict(machine, shape, "fused", order=order).microseconds for order in orders(shape)
     }
-    first = times[orders(shape)[0]]
-    return [OrderEffect(shape, order, us, us / first) for order, us in times.items()]
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """How the predicted time changes with one parameter: relative, at half and at twice of it."""
+def sensitivities(machine: ModelMachine, shape: Shape) -> list[tuple[str, list[float]]]:
+    """Return parameters that nobody has published or measured, the one that matters most first.
 
-    parameter: str
-    half: float
-    twice: float
-
-    @property
-    def largest(self) -> float:
-        """The larger of the two changes."""
-        return max(abs(self.half - 1), abs(self.twice - 1))
-
-
-def sensitivities(
-    machine: ModelMachine, shape: Shape, algorithm: str = "fused"
-) -> list[Sensitivity]:
-    """Sensitivities to every parameter that nobody has published or measured, the largest first."""
-    base = predict(machine, shape, algorithm).microseconds
-    found = []
+    Each has the changes of the time of ``fused`` at half and at twice of it, as fractions.
+    """
+    base, found = predict(machine, shape).microseconds, []
     for name, source in machine.sources.items():
-        if source.startswith(("published", "measured")):
-            continue
-        value = getattr(machine, name)
-        effects = [
-            predict(
-                machine.with_values("assumed: varied", **{name: value * factor}), shape, algorithm
-            ).microseconds
-            / base
-            for factor in (0.5, 2.0)
-        ]
-        found.append(Sensitivity(name, *effects))
-    return sorted(found, key=lambda each: -each.largest)
+        if not source.startswith(("published", "measured")):
+            values = [getattr(machine, name) * factor for factor in (0.5, 2.0)]
+            varied = [machine.with_values("assumed: varied", **{name: value}) for value in values]
+            changes = [predict(other, shape).microseconds / base - 1 for other in varied]
+            found.append((name, changes))
+    return sorted(found, key=lambda each: -max(map(abs, each[1])))

@@ -13,9 +13,8 @@ import torch
 
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from model.simulation import gather, nodes, peers, reduce
-from model.simulation.cluster import Cluster, everyone_of
-from model.simulation.engine import Process
+from model.simulation import nodes, one_node, peers
+from model.simulation.engine import Cluster, Process
 from model.simulation.kernels import Prediction, Shape, Span, alone_us, collective_us, unfused_us
 from model.simulation.machines import ModelMachine
 
@@ -99,7 +98,6 @@ def orders(shape: Shape) -> tuple[str, ...]:
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """Return the algorithms for an op."""
     own: tuple[str, ...] = ("fused",) if op == "matmul_all_reduce" else INTERLACE
     if op == "matmul_reduce_scatter":
         own = tuple(name for name in own if name != "fused by SMs")
@@ -119,14 +117,14 @@ def _process(
 
     def one(cluster: Cluster, rank: int, shape: Shape) -> Process:
         if shape.op == "matmul_all_reduce":
-            return reduce.all_reduce(cluster, rank, shape, configuration)
+            return one_node.all_reduce(cluster, rank, shape, configuration)
         gathers = shape.op == "all_gather_matmul"
         if algorithm == "pipelined":
             if gathers:
-                return gather.pipelined(cluster, rank, shape, configuration)
-            return reduce.pipelined(cluster, rank, shape)
+                return one_node.pipelined_gather(cluster, rank, shape, configuration)
+            return one_node.pipelined_scatter(cluster, rank, shape)
         if algorithm == "interlace unfused":
-            unfused = gather.unfused if gathers else reduce.unfused
+            unfused = one_node.unfused_gather if gathers else one_node.unfused_scatter
             return unfused(cluster, rank, shape)
         if shape.nodes > 1:
             if gathers:
@@ -135,9 +133,9 @@ def _process(
             return nodes.scatter(cluster, rank, shape, configuration, summers=_SUMMERS[order])
         if gathers:
             taken = order or "interleaved"
-            return gather.fused(cluster, rank, shape, configuration, taken)
+            return one_node.fused_gather(cluster, rank, shape, configuration, taken)
         owners = None if order is None else OWNER_ORDERS[order](rank, shape.world_size)
-        return reduce.fused(cluster, rank, shape, configuration, owners)
+        return one_node.fused_scatter(cluster, rank, shape, configuration, owners)
 
     return Simulated(one, equal_rows=False)
 
@@ -162,21 +160,14 @@ def predict(
         raise ValueError(
             f"{shape.op} has no algorithm {algorithm!r}; it has {', '.join(algorithms(shape.op))}"
         )
-    prediction = Prediction(
-        shape,
-        machine.name,
-        algorithm,
-        0.0,
-        alone_us(machine, shape),
-        collective_us(machine, shape),
-        log=log,
-    )
+    alone = alone_us(machine, shape), collective_us(machine, shape)
+    prediction = Prediction(shape, machine.name, algorithm, 0.0, *alone, log=log)
     if algorithm == "unfused":
         prediction.microseconds = unfused_us(machine, shape)
         return prediction
     configuration = configuration or default_configuration(shape)
     simulated = _process(shape, algorithm, configuration, order)
-    unequal = everyone_of(shape.rows)
+    unequal = len(set(shape.rows)) > 1  # then no rank stands for all
     if unequal and simulated.equal_rows:
         raise ValueError(f"{algorithm} is modelled for equal shards only, not {shape.rows}")
     each = everyone or unequal or order == "rank 0 first"
@@ -184,5 +175,5 @@ def predict(
     for rank in cluster.ranks:
         cluster.spawn(simulated.process(cluster, rank, shape), f"rank {rank}")
     prediction.microseconds = max(cluster.run(), simulated.host.microseconds(cluster))
-    prediction.usage = cluster.usage()
+    prediction.cluster = cluster
     return prediction

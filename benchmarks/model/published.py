@@ -42,17 +42,14 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative."""
         return self.predicted / self.published.speedup - 1
 
     @property
     def within(self) -> bool:
-        """Whether the error is at most 15 %."""
         return abs(self.error) <= TOLERANCE
 
     @property
     def why(self) -> str:
-        """Why it is not."""
         name = "SMR" if self.published.source == SMR else self.published.algorithm
         return "" if self.within else WHY.get((self.published.source, name), "not known")
 

@@ -180,8 +180,6 @@ def _cache_folder() -> pathlib.Path:
     home = pathlib.Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         return home / "Library" / "Caches"
-    if sys.platform == "win32":
-        return pathlib.Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
     return home / ".cache"
 
 

@@ -242,7 +242,7 @@ MAKERS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_m
 @pytest.mark.thorough
 def test_products_of_packed_rows_need_no_stack_on_older_chips() -> None:
     """The default of 8.0; of all 128 numbers at a time there are more than registers hold."""
-    operands = [MatmulVariant(tma=False, layout="nk", format=name) for name in PACKED]
+    operands = [MatmulVariant(path="pointers", weight="nk", format=name) for name in PACKED]
     reports = build([make(80, each) for make in MAKERS for each in operands])
     assert [(report.name, report.stack, report.spills) for report in reports if report.spills] == []
     for report in reports:
@@ -376,7 +376,7 @@ def test_backward_of_attention_takes_wide_products_and_few_instructions(
         for each in shipped
     ]
     narrow, low = (
-        heads_kernels(90, HeadsVariant("bf16", size, overrides={name: 32}), backward=True)
+        heads_kernels(90, HeadsVariant(head_dim=size, overrides={name: 32}), backward=True)
         for name in ("block_n", "block_m")
     )
     compiled = [*shipped, *masked, *narrow, *low]

@@ -22,9 +22,9 @@ KERNELS = {
     "scatter": catalogue.matmul_reduce_scatter,
     "reduce": catalogue.matmul_all_reduce,
 }
-PLAIN, TRANSPOSED = MatmulVariant(), MatmulVariant(layout="nk")
+PLAIN, TRANSPOSED = MatmulVariant(), MatmulVariant(weight="nk")
 FP8 = MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False)
-SPECIALIZED = MatmulVariant(layout="nk", overrides={"warp_specialize": True, "flatten": False})
+SPECIALIZED = MatmulVariant(weight="nk", overrides={"warp_specialize": True, "flatten": False})
 
 # A signal after every tile, as the kernel must not have it.
 SIGNALS = Mutant(

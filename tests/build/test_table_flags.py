@@ -62,7 +62,7 @@ def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
     tmp_path: pathlib.Path,
 ) -> None:
     """So it is refused there; when Triton does something with it, this fails."""
-    plain = MatmulVariant(layout="nk", overrides={"flatten": False})
+    plain = MatmulVariant(weight="nk", overrides={"flatten": False})
     special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
     entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]
     _, (one, other) = compiled(entries, tmp_path)

@@ -29,7 +29,7 @@ def entry(arch: int, configuration: Configuration, gather: bool) -> Entry:
     tma = bool(values["descriptors"])
     if gather:
         values |= catalogue.BY_ENGINE
-    operands = MatmulVariant(tma=tma, overrides=values)
+    operands = MatmulVariant(path="tma" if tma else "pointers", overrides=values)
     if gather:
         return catalogue.all_gather_matmul(arch, operands)
     return catalogue.matmul_reduce_scatter(arch, operands)

@@ -164,12 +164,12 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.all_to_all_matmul(90, operands)
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_reduce_scatter_roles(operands)
-    catalogue.matmul_all_reduce(90, replace(operands, tma=False))
-    for norm in (catalogue.RMS, replace(catalogue.LAYER, quantize="fp8", gather="both")):
-        catalogue.matmul_reduce_scatter_norm(90, replace(operands, norm=norm))
-        catalogue.reduce_norm(90, replace(operands, norm=norm))
+    catalogue.matmul_all_reduce(90, replace(operands, path="pointers"))
+    for norm in (operands, replace(operands, norm="layer", quantize="fp8", gather="both")):
+        catalogue.matmul_reduce_scatter_norm(90, norm)
+        catalogue.reduce_norm(90, norm)
     catalogue.matmul_all_reduce_norm(90, operands)
-    catalogue.low_latency_norm(90, replace(operands, norm=catalogue.LAYER))
+    catalogue.low_latency_norm(90, replace(operands, norm="layer"))
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         catalogue.collective(90, op, "bf16", configuration)
     for part in (
@@ -177,7 +177,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue.low_latency(90),
         catalogue.signals(90),
         catalogue.between_nodes(90),
-        catalogue_attention.attention_kernels(90, catalogue_attention.HeadsVariant("bf16", 64)),
+        catalogue_attention.attention_kernels(90, catalogue_attention.HeadsVariant(head_dim=64)),
         catalogue_attention.decoding(90),
     ):
         list(part)

@@ -71,15 +71,9 @@ class ModelMachine:
 
     @property
     def budget(self) -> float:
-        """How many SMs at full clock the power limit allows."""
         return min(self.sms, self.sms * self.power_tflops / self.clock_tflops)
 
-    def full_clock_us(self, flops: float) -> float:
-        """Return the time of one SM at full clock for ``flops``."""
-        return flops / (self.clock_tflops * 1e6 / self.sms)
-
     def with_values(self, source: str, **values: float) -> ModelMachine:
-        """Some parameters replaced, all from ``source``."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, sources=sources, **values)  # type: ignore[arg-type]
 
@@ -228,9 +222,3 @@ def machine_named(name: str) -> ModelMachine:
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is not known; known are {', '.join(MACHINES)}")
     return MACHINES[name]
-
-
-def ideal(machine: ModelMachine, **values: float) -> ModelMachine:
-    """``machine`` without latencies, gaps and interference, and with ``values``: for limits."""
-    nothing = {name: 0.0 for name in PARAMETERS if name.endswith(("_us", "_us_per_mb"))}
-    return machine.with_values("assumed: ideal", **{**nothing, **values})

@@ -14,25 +14,17 @@ the owner, which sums nodes. The design leaves open which programs sum, so both 
 Neither is one fused kernel in interlace today; plain gathers and reductions over nodes are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from interlace.kernels import launch_formulas as formulas, node_order as node_order
 from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Process
-from model.simulation.kernels import Multiplier, Shape, persistent, tiling_of
-from model.simulation.matmul import BYTES, Tiling
-from model.simulation.reduce import sum_tile_us
+from model.simulation.engine import Cluster, Process
+from model.simulation.kernels import BYTES, Multiplier, Shape, Tiling, persistent, tiling_of
+from model.simulation.one_node import sum_tile_us
 
 SUM_BYTES = 4  # partial sums travel in fp32
-
-
-def flat_order(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
-    """``tiling.arrival_order``: as if all ranks were on one node."""
-    order: list[tuple[int, int]] = arrival_order(rank, len(nodes), counts)
-    return order
 
 
 def by_holder(rank: int, nodes: list[int], counts: list[int]) -> list[tuple[int, int]]:
@@ -60,10 +52,11 @@ def _produced(rank: int, nodes: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(owner, node_order.reducer(rank, owner, list(nodes))) for owner in order]
 
 
-GATHER_ORDERS = {
+GATHER_ORDERS: dict[str, Callable[..., list[tuple[int, int]]]] = {
     "node_order": node_order.gather_order,
     "by holder": by_holder,
-    "flat": flat_order,
+    # as if all ranks were on one node
+    "flat": lambda rank, nodes, counts: arrival_order(rank, len(nodes), counts),
 }
 
 
@@ -167,7 +160,6 @@ def scatter(
     *,
     summers: int = 0,
 ) -> Process:
-    """Matmul + reduce-scatter."""
     machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m
     tiles_n = formulas.ceil_div(shape.n, configuration.block_n)

@@ -18,10 +18,16 @@ from dataclasses import dataclass, replace
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.tuning.configuration import Configuration
-from model.simulation.cluster import Cluster
-from model.simulation.engine import Cores, Process
-from model.simulation.kernels import Multiplier, Shape, library_matmul, persistent
-from model.simulation.matmul import BYTES, Tiling, triton_tiling
+from model.simulation.engine import Cluster, Cores, Process
+from model.simulation.kernels import (
+    BYTES,
+    Multiplier,
+    Shape,
+    Tiling,
+    library_matmul,
+    persistent,
+    triton_tiling,
+)
 from model.simulation.nodes import gather as interlace_node_gather
 
 
@@ -32,7 +38,6 @@ class Variant:
     block_m: int = 128
     block_n: int = 256
     group_m: int = 4
-    splits: int = 1
     local_copy: bool = False
     barriers: int = 2  # by torch or own kernels
     nvshmem_barriers: int = 0
@@ -58,7 +63,6 @@ class HostOps:
     operators_per_peer: int = 0
 
     def microseconds(self, cluster: Cluster) -> float:
-        """To issue all of it."""
         machine, world_size = cluster.machine, cluster.world_size
         operators = self.operators_per_peer * (world_size - 1) + self.operators
         driver = self.driver_per_rank * world_size * machine.driver_op_us
@@ -72,50 +76,42 @@ SYMM_MEM_GATHER_OPS = HostOps(8, operators_per_peer=3)  # a view, a copy, a matm
 SYMM_MEM_SCATTER_OPS = HostOps(8, operators_per_peer=5)  # two barriers more
 
 
-def _barriers(cluster: Cluster, count: int, nvshmem: int) -> float:
-    machine = cluster.machine
-    return count * machine.barrier_us + nvshmem * machine.nvshmem_barrier_us
-
-
 def pulled_gather(cluster: Cluster, rank: int, shape: Shape, variant: Variant) -> Process:
     """All-gather + matmul; half of the barriers come before, half after."""
     machine, world_size = cluster.machine, cluster.world_size
     rows = shape.rows[0]
     group_m = variant.group_m if rows >= variant.ungrouped_below * variant.block_m else 1
     tiling = triton_tiling(machine, variant.block_m, variant.block_n, group_m)
-    size = formulas.ceil_div(rows, variant.splits)
     matmul = Multiplier(cluster, rank, tiling, shape.n, shape.k)
-    per_chunk = tiling.tiles(size, shape.n)
-    grid = min(int(machine.sms), per_chunk * variant.splits * world_size)
+    per_shard = tiling.tiles(rows, shape.n)
+    grid = min(int(machine.sms), per_shard * world_size)
     after = variant.barriers // 2
-    yield _barriers(cluster, variant.barriers - after, variant.nvshmem_barriers)
+    yield (variant.barriers - after) * machine.barrier_us
     if variant.local_copy:
         yield machine.launch_us + rows * shape.k * BYTES / (machine.local_copy_gbs * 1e3)
 
     def pulling() -> Process:
         for step in range(1, world_size):
             source = (rank + step) % world_size
-            for split in range(variant.splits):
-                yield machine.copy_issue_us
-                yield from cluster.copy(source, rank, size * shape.k * BYTES)
-                cluster.publish(rank, rank, (step, split))
+            yield machine.copy_issue_us
+            yield from cluster.copy(source, rank, rows * shape.k * BYTES)
+            cluster.publish(rank, rank, step)
 
     def program(index: int) -> Process:
         start = 0
         for step in range(world_size):
-            for split in range(variant.splits):
-                waited = not step
-                for _, tile_m, tile_n in matmul.tiles(size, start, index, grid):
-                    if not waited:
-                        yield cluster.flag(rank, rank, (step, split))
-                        waited = True
-                    yield from matmul.tile((step, split), tile_m, tile_n)
-                start += per_chunk
+            waited = not step
+            for _, tile_m, tile_n in matmul.tiles(rows, start, index, grid):
+                if not waited:
+                    yield cluster.flag(rank, rank, step)
+                    waited = True
+                yield from matmul.tile(step, tile_m, tile_n)
+            start += per_shard
 
     pulled = cluster.spawn(pulling(), f"copy engine of rank {rank}")
     yield from persistent(cluster, rank, grid, program)
     yield pulled
-    yield _barriers(cluster, after, 0)
+    yield after * machine.barrier_us
 
 
 def symm_mem_gather(cluster: Cluster, rank: int, shape: Shape) -> Process:
@@ -244,7 +240,7 @@ def pushed_scatter(cluster: Cluster, rank: int, shape: Shape, variant: Variant) 
     yield from producing(cluster, rank, shape, tiling, owners, whole=variant.whole)
     yield pushed
     after = variant.nvshmem_barriers - variant.nvshmem_barriers // 2
-    yield _barriers(cluster, variant.barriers, after)
+    yield variant.barriers * machine.barrier_us + after * machine.nvshmem_barrier_us
     yield machine.launch_us + (world_size + 1) * nbytes / (machine.hbm_gbs * 1e3)
 
 

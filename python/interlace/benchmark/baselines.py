@@ -1,14 +1,8 @@
 """Baselines that a measurement is compared with.
 
-=========  ===========================================================================================
-gloo       torch.distributed over gloo, after or before ``torch.mm``; on a CPU, one process per rank
-nccl       the same over NCCL; one process per GPU
-symm_mem   torch's symmetric memory: its fused ops, its collectives; one process per GPU
-torch      torch operators on one rank alone: the same copies, sums and ``torch.mm`` on all ranks' inputs,
-           in its own memory, without waiting for other ranks. With virtual ranks on one GPU
-           that is the unfused sequence, because peers' memory is the same there. Elsewhere it is the
-           time that remains if links and waiting cost nothing
-=========  ===========================================================================================
+``docs/how-to/gpu/bench.md`` says what each of them is, and where it runs. With virtual ranks on one GPU,
+"torch" is the unfused sequence, because peers' memory is the same there. Elsewhere it is the time that
+remains if links and waiting cost nothing.
 
 For "torch" the data that other ranks would send is computed before. For an op of rows, the code of all
 ranks is run up to their first collective, whose inputs are then known. With its results the code is run up

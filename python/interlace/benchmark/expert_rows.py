@@ -21,7 +21,6 @@ from interlace.benchmark.fused import (
     ByRows,
     Expected,
     Fused,
-    refuse_odd,
 )
 from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
@@ -102,6 +101,7 @@ class _MovedRows(_RowsOfTokens):
 
 class DispatchRows(_MovedRows):
     op = "dispatch"
+    packed = "n"
     settings = ("format",)
 
     def __init__(
@@ -122,13 +122,6 @@ class DispatchRows(_MovedRows):
         self._use_fp8, self._format = use_fp8, FORMATS.get(format)
         if self._format is not None:
             self.nbytes = m * self._format.row_bytes(n)
-
-    @classmethod
-    def refuse(
-        cls, world_size: int, sizes: Sequence[int], dtype: str, *, format: str = "", **settings: Any
-    ) -> None:
-        super().refuse(world_size, sizes, dtype, **settings)
-        refuse_odd(format, "n", sizes[1])
 
     @classmethod
     def memory(cls, dtype: torch.dtype, *sizes: int, format: str = "", **settings: Any) -> int:

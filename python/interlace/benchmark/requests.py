@@ -19,7 +19,6 @@ from interlace.benchmark import (
     expert_rows,
     fused,
     kernel,
-    norms,
     plain,
     protocol,
 )
@@ -32,29 +31,18 @@ from interlace.groups.groups import default_group
 from interlace.ops.collectives.launch import MOST_BYTES
 from interlace.runtime.core.place import Place
 
-_PLAIN: tuple[type[Plain], ...] = (
-    plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
-    plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
-)  # fmt: skip
-_FUSED: tuple[type[Fused], ...] = (
-    fused.AllGatherMatmul,
-    fused.MatmulReduceScatter,
-    fused.MatmulAllReduce,
-)
-_BY_ROWS: tuple[type[ByRows], ...] = (
-    norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,
-    norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
-    expert_rows.AllGatherGroupedRows, expert_rows.AllToAllGroupedRows,
-    expert_rows.GroupedMatmulCombineRows, expert_rows.DispatchRows, expert_rows.CombineRows,
-    fused.MatmulAllToAll, fused.AllToAllMatmul,
-    attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
-)  # fmt: skip
-FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
-"""The ops that ``tune`` measures if none is named."""
-TUNED: dict[str, type[ByRows]] = {kind.op: kind for kind in (*_FUSED, *_BY_ROWS)}
+OPS: dict[str, type[MeasuredOp]] = {
+    kind.op: kind
+    for module in (plain, fused, expert_rows, attention)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, MeasuredOp) and "op" in vars(kind)
+}
+TUNED: dict[str, type[ByRows]] = {op: kind for op, kind in OPS.items() if issubclass(kind, ByRows)}
 """The ops that ``tune`` knows."""
-_ALL: tuple[type[MeasuredOp], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
-OPS: dict[str, type[MeasuredOp]] = {kind.op: kind for kind in _ALL}
+FUSED: dict[str, Any] = {
+    op: OPS[op] for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+}
+"""The ops that ``tune`` measures if none is named."""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -95,7 +83,6 @@ class BenchRequest:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the op's sizes."""
         return [getattr(self, name) for name in OPS[self.target].sizes]
 
     @property

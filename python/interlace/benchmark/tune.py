@@ -1,12 +1,8 @@
 """Measure candidates for one op at one shape, on every rank: successive halving, each result checked.
 
-    1  every candidate: checked against float64, then one block of calls
-    2  the best third, and the best tiles with the best sends: two blocks
-    3  the best three and the default: blocks in turn, of which medians count
-
-Times are taken like in ``bench`` (``protocol.py``): blocks of the slowest rank, inputs rotated past the
-cache. All ranks see the same times, so all continue with the same candidates. Candidates beyond the budget
-are not tried. The candidates, the default first:
+``docs/how-to/gpu/tune.md`` describes the three rounds. Times are taken like in ``bench``. All ranks see the
+same times, so all continue with the same candidates. Candidates beyond the budget are not tried. The
+candidates, the default first:
 
     sim   the fused kernel with other blocks and more or fewer programs, which matter to the interpreter
     shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
@@ -34,7 +30,7 @@ from interlace.benchmark.fused import ByRows
 from interlace.benchmark.requests import TRITON, TUNED, Tick, rank_0, sets_of
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
-from interlace.runtime.tuning import configuration, machine, table, tuning
+from interlace.runtime.tuning import configuration, table, tuning
 from interlace.runtime.tuning.configuration import (
     Configuration,
     sending_candidates,
@@ -167,7 +163,7 @@ def _ranked(
     chip = table.chip_of(capability) or _LIKE
     if problem.dtype.itemsize not in chip.tflops:
         chip = _LIKE
-    return sorted(set(found), key=lambda c: (machine.fused_us(chip, problem, c), str(c)))[:most]
+    return sorted(set(found), key=lambda c: (tuning.fused_us(chip, problem, c), str(c)))[:most]
 
 
 def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:

@@ -16,7 +16,7 @@ Policy "auto" compares the predicted seconds of a collective and a matmul with t
     unfused = latency + bytes / bandwidth + flops / speed
     fused   = host + max(bytes / fused bandwidth, flops / speed) + the part that does not overlap
 
-Other compilers may call :func:`predict`, which computes this. ``runtime/tuning/machine.py`` has the
+Other compilers may call :func:`predict`, which computes this. ``runtime/tuning/tuning.py`` has the
 machines. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without measurements.
 ``FusionPass`` accepts another :class:`Machine`, such as :func:`calibrated`. It never uses that by default:
 ranks compile alone, and ranks on another host have another file, or none.
@@ -45,14 +45,14 @@ from interlace.compile.rewrite import (
     reduction_of_blocks,
 )
 from interlace.compile.scales import own_scales
-from interlace.runtime.tuning.machine import (
+from interlace.runtime.tuning.tuning import (
     CPU as CPU,
+    FUSED_DTYPES,
     GPU as GPU,
     Machine as Machine,
     calibrated as calibrated,
     machine_for as machine_for,
 )
-from interlace.runtime.tuning.tuning import FUSED_DTYPES
 
 
 class Prediction(NamedTuple):

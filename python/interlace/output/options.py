@@ -1,6 +1,7 @@
 """Options of a command, declared once: the fields of a dataclass are its arguments."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeVar
@@ -70,12 +71,12 @@ def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Option
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
-def positive_int(text: str) -> int:
-    """Return ``text`` as an int within 1..MOST, for ``type=``."""
+def positive_int(text: str, most: int = MOST) -> int:
+    """Return ``text`` as an int within 1..``most``, for ``type=``."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
-    if int(text) > MOST:
-        raise argparse.ArgumentTypeError(f"must be within 1..{MOST}, got {text}")
+    if int(text) > most:
+        raise argparse.ArgumentTypeError(f"must be within 1..{most}, got {text}")
     return int(text)
 
 
@@ -83,23 +84,15 @@ def world_size(text: str) -> int:
     """Return ``text`` as a number of ranks, for ``type=``."""
     from interlace.kernels.signal import MAX_WORLD_SIZE  # imports Triton
 
-    size = positive_int(text)
-    if size > MAX_WORLD_SIZE:
-        raise argparse.ArgumentTypeError(f"must be within 1..{MAX_WORLD_SIZE}, got {size}")
-    return size
+    return positive_int(text, MAX_WORLD_SIZE)
 
 
 def seed_number(text: str) -> int:
     """Return ``text`` as a seed that torch's generators take, for ``type=``."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number < 1 << 64:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number within 0..2**64 - 1, got {text!r}"
-        )
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) < 1 << 64:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number within 0..2**64 - 1, got {text!r}")
 
 
 def _numbers(text: str, example: str) -> list[int]:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-import torch
 import triton
 
 from interlace import __version__, aot
@@ -50,14 +49,11 @@ from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
+from interlace.tools.catalogue.absent_group import KernelOptions as KernelOptions
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import (
-    DTYPES,
-    MANY_ROWS,
     Entry,
-    ExpertsVariant,
     MatmulVariant,
-    NormVariant,
     entries,
     signals,
 )
@@ -67,81 +63,28 @@ from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 
-@dataclass(frozen=True)
-class KernelOptions:
-    """Options that specialise the kernels of a bundle. The world size does not.
-
-    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "", "n"
-    or "m", ``path`` "auto", "tma" or "pointers". ``norm`` is "rms" or "layer", for rows that get a
-    residual. ``quantize`` "fp8" or "fp8_static" makes the normed rows fp8. With the name of a block-scaled
-    format it makes packed rows, which are not gathered. ``gather``: "none", or the rows that all ranks get,
-    "normed" or "both" with the sums. ``format`` is the block-scaled operands', with packed rows
-    (``kernels/block_scales.py``). Then ``inner`` counts numbers, K of a launch is the bytes of a row, and
-    ``dtype`` the output's. ``head_dim`` is an attention's, ``value_dim`` its values' (0: the same);
-    ``topk`` are a token's slots, ``experts`` a rank's. The tiles are chosen for ``rows`` per rank,
-    ``columns`` and ``inner``. If the last two are multiples of 16, they must be at every launch.
-    ``overrides`` are values of the configuration.
-    """
-
-    dtype: str = "bf16"
-    weight: str = "kn"
-    bias: str = ""
-    average: bool = False
-    path: str = "auto"
-    rows: int = MANY_ROWS
-    columns: int = 4096
-    inner: int = 4096
-    norm: str = "rms"
-    quantize: str = ""
-    gather: str = "none"
-    format: str = ""
-    head_dim: int = 128
-    value_dim: int = 0
-    topk: int = catalogue.TOPK
-    experts: int = catalogue.EXPERTS
-    overrides: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    def configuration(self, arch: int) -> Configuration:
-        """Return the default configuration of ``arch`` with the overrides."""
-        default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
-        return replace(default, **self.overrides)  # type: ignore[arg-type]
-
-    def operands(self, arch: int) -> MatmulVariant:
-        packs = self.quantize in FORMATS
-        if packs and self.gather != "none":
-            raise ValueError(
-                f"gather is {self.gather!r}: no bundle gathers rows in {self.quantize}"
-            )
-        if self.quantize and not packs and arch < 89:
-            raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
-        if self.format and format_named(self.format) and self.weight != "nk":
-            raise ValueError(f"weight is 'kn': columns of {self.format} are packed, which is 'nk'")
-        possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors and not self.format
-        possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
-        if self.path == "tma" and not possible:
-            raise ValueError(
-                f"path is 'tma': sm_{arch} does not have it for {self.format or self.torch_dtype} with "
-                f"{self.columns} columns and inner dimension {self.inner}"
-            )
-        gather = "" if self.gather == "none" else self.gather
-        return MatmulVariant(
-            self.dtype,
-            self.weight,
-            possible and self.path != "pointers",
-            self.columns,
-            self.inner,
-            self.bias,
-            self.rows,
-            self.overrides,
-            average=self.average,
-            format=self.format,
-            norm=NormVariant(self.norm, self.quantize, gather),
-            routed=ExpertsVariant(self.topk, self.experts),
+def operands_of(options: KernelOptions, arch: int) -> MatmulVariant:
+    """Return the operands of a matmul with these options. Raises ValueError for impossible ones."""
+    packs = options.quantize in FORMATS
+    if packs and options.gather != "none":
+        raise ValueError(
+            f"gather is {options.gather!r}: no bundle gathers rows in {options.quantize}"
         )
+    if options.quantize and not packs and arch < 89:
+        raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
+    if options.format and format_named(options.format) and options.weight != "nk":
+        raise ValueError(f"weight is 'kn': columns of {options.format} are packed, which is 'nk'")
+    possible = (
+        gpu_default(arch, options.torch_dtype, options.rows).descriptors and not options.format
+    )
+    possible = possible and options.columns % 16 == 0 and options.inner % 16 == 0
+    if options.path == "tma" and not possible:
+        raise ValueError(
+            f"path is 'tma': sm_{arch} does not have it for {options.format or options.torch_dtype} with "
+            f"{options.columns} columns and inner dimension {options.inner}"
+        )
+    path = "tma" if possible and options.path != "pointers" else "pointers"
+    return MatmulVariant(**{**vars(options), "path": path})
 
 
 Make = Callable[[int, KernelOptions], list[Entry]]
@@ -170,13 +113,7 @@ class BundleOp:
     bias_by_column: bool = False
 
     @property
-    def sends_input(self) -> bool:
-        """Whether rows of the input are sent, and not results made from them."""
-        return "sends_ptr" in self.tables
-
-    @property
     def finished(self) -> bool:
-        """Whether finish_kernel follows."""
         return self.workspace and not self.words
 
     def checked(self, name: str, options: KernelOptions) -> None:
@@ -226,23 +163,19 @@ def _collective(op: str) -> Make:
 
 
 def _one(kernel: Callable[[int, MatmulVariant], Entry]) -> Make:
-    return lambda arch, options: [kernel(arch, options.operands(arch))]
+    return lambda arch, options: [kernel(arch, operands_of(options, arch))]
 
 
 def _experts_rows(*kernels: str) -> Make:
     def made(arch: int, options: KernelOptions) -> list[Entry]:
-        found = catalogue.experts_rows(arch, options.operands(arch))
+        found = catalogue.experts_rows(arch, operands_of(options, arch))
         return [each for each in found if each.kernel in kernels]
 
     return made
 
 
 def _attention(kernels: Callable[..., Iterable[Entry]]) -> Make:
-    def made(arch: int, options: KernelOptions) -> list[Entry]:
-        sizes = options.head_dim, options.value_dim
-        return list(kernels(arch, HeadsVariant(options.dtype, *sizes, options.overrides)))
-
-    return made
+    return lambda arch, options: list(kernels(arch, HeadsVariant(**vars(options))))
 
 
 RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
@@ -508,7 +441,6 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
-    """Return the kernels of the op itself."""
     made = OPS[target.op].entries(arch, target.options)
     if any(each.fixed.get("COPIERS") == 0 for each in made):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
@@ -534,6 +466,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
     functions = bundle_formulas.OPS[target.op]
     needed = _names(each.__code__ for each in functions.values()) - functions.keys()
     needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
+    protocol = (words if op.words else signal).__doc__
     layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
     return {
         "format": FORMAT,
@@ -557,15 +490,11 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
                 "claimed": signal.CLAIMED_WORD,
                 "credits": signal.CREDIT_WORDS,
             },
-            "protocol": _protocol(words if op.words else signal),
+            "protocol": str(protocol).partition("\nFlags:")[0].strip(),
         },
         "contracts": contracts(sequence, entries(target.arches[0])),
         "arches": per_arch,
     }
-
-
-def _protocol(module: Any) -> str:
-    return (module.__doc__ or "").partition("\nFlags:")[0].strip()
 
 
 def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, Any]:
@@ -573,7 +502,10 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
     mains = _mains(target, arch)
     baked: dict[str, Any] = {
         "CHUNKS": options.configuration(arch).chunks,
-        "ITEMSIZE": 1 if options.format and op.sends_input else options.torch_dtype.itemsize,
+        # rows of the input are sent, or results made from them
+        "ITEMSIZE": 1
+        if options.format and "sends_ptr" in op.tables
+        else options.torch_dtype.itemsize,
         "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }

@@ -186,12 +186,6 @@ def _begin_eager(op: Op, group: Communicator, given: Any, algorithm: str) -> Fin
     return end
 
 
-def _begin_unbounded(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    """Start a dispatch without a bound in its eager form; as an op it would have ended at its start."""
-    work: Any = dispatch_rows(group, (given, None), async_op=True)
-    return work.wait  # type: ignore[no-any-return]
-
-
 def _begin_counted(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
     """Start a grouped matmul with a bound of rows, whose counts stay on the device."""
     work: Any = interlace.all_to_all_grouped_matmul(
@@ -207,9 +201,9 @@ def _begin_counted(op: Op, group: Communicator, given: Any, algorithm: str) -> F
     return lambda: [work.wait()[0][: sum(given.output_splits)]]
 
 
-def _begin_decode(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    work: Any = decode(group, (given,), async_op=True)
-    return work.wait  # type: ignore[no-any-return]
+def _in_form(form: Callable[..., Any], *more: None) -> Begin:
+    """Return the start of an eager form, for an op that as an op would have ended at its start."""
+    return lambda op, group, given, algorithm: form(group, (given, *more), async_op=True).wait
 
 
 # -- exceptions from :class:`TargetCalls` -----------------------------------------------------------
@@ -321,7 +315,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     ),
     "dispatch": replace(
         _TOKENS,
-        second={"begin": _begin_unbounded, "examples": {"max_tokens": constant(0)}},
+        second={"begin": _in_form(dispatch_rows, None), "examples": {"max_tokens": constant(0)}},
     ),
     "combine": _TOKENS,
     "grouped_matmul_combine": replace(
@@ -339,7 +333,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     # now and then rank 0 has no token
     "distributed_decode": TargetCalls(
         lambda size, call: [20 * (call % 2)] + [20] * (size - 1),
-        begin=_begin_decode,
+        begin=_in_form(decode),
         examples={
             "q": lambda setting: setting.numbers(2, HEADS, HEAD, same=True),
             "key": _two_sequences,

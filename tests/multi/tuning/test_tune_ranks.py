@@ -13,7 +13,7 @@ import interlace
 from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import files, tuning
-from interlace.runtime.tuning.machine import Problem
+from interlace.runtime.tuning.tuning import Problem
 from multi.tuning.test_calibration import reading
 from ranks import ranks
 from tiers import thorough

@@ -311,9 +311,9 @@ def test_an_output_of_more_bits_is_for_the_reference() -> None:
     ("operands", "overrides"),
     [
         ({"bias": "n"}, {}),
-        ({"dtype": "fp8e4nv", "layout": "nk", "scales": "row"}, {}),
+        ({"dtype": "fp8e4nv", "weight": "nk", "scales": "row"}, {}),
         ({"dtype": "fp32"}, {"descriptors": True}),
-        ({"tma": False}, {}),
+        ({"path": "pointers"}, {}),
         ({}, {"copiers": 8}),
         ({}, {"num_warps": 4}),
         ({}, {"output_descriptors": False}),

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -36,3 +36,27 @@ def predict(*arguments: Any, **options: Any) -> Any:
 def configured(op_shape: Any, **values: Any) -> Any:
     """The default configuration of a shape, with other values."""
     return dataclasses.replace(module("model.predict").default_configuration(op_shape), **values)
+
+
+class Usage(NamedTuple):
+    """How busy the busiest GPU was, as fractions of the time that passed."""
+
+    sms: float
+    clock: float
+    links: dict[str, float]
+    most_sms: int
+
+
+def usage(prediction: Any) -> Usage:
+    now, gpus = prediction.cluster.simulation.now, prediction.cluster.gpus
+    links: dict[str, float] = {}
+    for gpu in gpus:
+        for name in ("memory", "sends", "receives", "card_sends", "card_receives"):
+            links[name] = max(links.get(name, 0.0), getattr(gpu, name).busy / now)
+    cores = [gpu.cores for gpu in gpus]
+    return Usage(
+        max(each.held / (each.sms * now) for each in cores),
+        max(each.worked / (each.budget * now) for each in cores),
+        links,
+        max(each.most_at_once for each in cores),
+    )

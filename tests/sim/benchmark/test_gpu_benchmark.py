@@ -197,7 +197,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
 
 def test_torchs_algorithms_do_not_stop_the_host() -> None:
     """What stops it between steps would be timed, and be to our favour."""
-    pipelined = module("gpu_parts.torch_pipelined")
+    pipelined = module("gpu_parts.overlap")
 
     class Counting(FakeGpu):
         stops = 0

@@ -86,7 +86,7 @@ def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
 def result_file(folder: Path, device: str, power: float, link: float, correct: bool = True) -> None:
     """What gpu.py would have written on a machine of that power and PCIe bandwidth."""
     real = machine("h200-pcie").with_values("assumed: test", power_tflops=power)
-    library = module("model.simulation.matmul").library_us
+    library = module("model.simulation.kernels").library_us
     records = []
     for m in (2048, 8192):
         times = {"torch.mm": {"median": library(real, m, 7168, 8192)}}
@@ -101,21 +101,21 @@ def result_file(folder: Path, device: str, power: float, link: float, correct: b
 
 
 def test_measured_figures_replace_published_ones(tmp_path: Path) -> None:
-    calibration = module("model.calibration")
+    calibration = module("model.fit")
     assert calibration.calibrated(machine("h200-pcie"), tmp_path) is machine("h200-pcie")
-    assert calibration.compare_measured(machine("h200-pcie"), tmp_path) == []
+    assert list(calibration.compare_measured(machine("h200-pcie"), tmp_path)) == []
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0)
     found = calibration.calibrated(machine("h200-pcie"), tmp_path)
     assert found.power_tflops == pytest.approx(640.0, rel=0.01)
     assert found.link_gbs == pytest.approx(48.0)
     assert found.sources["link_gbs"] == "measured: benchmarks/results/gpu-test.json"
-    (against,) = calibration.compare_measured(found, tmp_path)
-    assert against.measured_us == 1500.0 and against.predicted_us > 1000
+    ((_, _, measured_us, predicted_us),) = calibration.compare_measured(found, tmp_path)
+    assert measured_us == 1500.0 and predicted_us > 1000
     assert calibration.calibrated(machine("h100x8"), tmp_path) is machine("h100x8")
 
 
 def test_wrong_results_are_not_used(tmp_path: Path) -> None:
-    calibration = module("model.calibration")
+    calibration = module("model.fit")
     result_file(tmp_path, "NVIDIA H200", 640.0, 48.0, correct=False)
     found = calibration.calibrated(machine("h200x8"), tmp_path)
     assert found.power_tflops == machine("h200x8").power_tflops
@@ -152,7 +152,7 @@ def test_one_table_and_the_plot_beside_it(
 def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
-    drawn = module("model.plots").draw_all(machine(), compared, None, tmp_path, said.append)
+    drawn = module("model.tables").draw_all(machine(), compared, None, tmp_path, said.append)
     assert {path.name for path in drawn} == {
         f"model-{name}.png" for name in ("published", "rows", "chunks", "timeline")
     }

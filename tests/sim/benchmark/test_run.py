@@ -36,6 +36,16 @@ def test_a_table_in_a_pipe_is_whole(runner: Any, wide: Any) -> None:
     assert "\u2026" not in printed
 
 
+def test_ops_of_the_same_name_with_other_candidates_have_tables_of_their_own(
+    runner: Any, wide: Any
+) -> None:
+    other = runner.Measurement("all_reduce", 2, wide.shape, "gloo", {"gloo": 5.0, "copy": 4.0}, 3)
+    out = io.StringIO()
+    runner.show(Console(file=out, width=80), [wide, other])
+    assert out.getvalue().count("all_reduce, float32: median us") == 2
+    assert "4.0 (1.25)" in out.getvalue()
+
+
 def test_control_on_a_terminal_a_table_is_as_wide_as_that(runner: Any, wide: Any) -> None:
     out = io.StringIO()
     runner.show(Console(file=out, width=80, force_terminal=True, color_system=None), [wide])

@@ -31,7 +31,7 @@ def test_the_scripts_for_a_gpu_import() -> None:
         "import interlace.cli.main, interlace.cli.commands.check, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
         "import gpu_facts, gpu_probe, host_cost\n"
-        "from gpu_parts import host, lone_rank, ops, overlap, shapes, timing, torch_pipelined\n"
+        "from gpu_parts import host, lone_rank, overlap, shapes, timing\n"
         "import circumstances; print(circumstances.circumstances()['torch'])\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import interlace
 from interlace import reference
-from interlace.cli.commands import demo as command, demo_timeline as timeline
+from interlace.cli.commands import demo as command
 from interlace.cli.commands.demo import CASES, DemoOptions, run_case
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.places.sim.scheduler import recording, recording as trace
@@ -143,7 +143,7 @@ def test_bound_of_the_mlp_is_not_loose(small: Any) -> None:
 def test_timeline_fits_and_has_all_ranks(small: Any, width: int) -> None:
     for outcome in small[1]:
         out = io.StringIO()
-        Console(file=out, width=width).print(timeline.Timeline(recorded(outcome), 3))
+        Console(file=out, width=width).print(command.Timeline(recorded(outcome), 3))
         lines = out.getvalue().splitlines()
         assert len(lines) == 2 * 3 + 1
         assert {len(line) for line in lines[:-1]} == {width - 1} or all(
@@ -163,7 +163,7 @@ def test_timeline_has_stand_ins_for_ascii(small: Any) -> None:
         encoding = "ascii"  # type: ignore[assignment]
 
     out = Ascii()
-    Console(file=out, width=80).print(timeline.Timeline(recorded(small[1][0]), 3))
+    Console(file=out, width=80).print(command.Timeline(recorded(small[1][0]), 3))
     assert out.getvalue().isascii()
 
 

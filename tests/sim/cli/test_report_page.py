@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.commands import demo as command, demo_timeline as timeline
+from interlace.cli.commands import demo as command
 from interlace.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import SourceText
 from interlace.verify import ScheduleReport
@@ -198,7 +198,7 @@ def demonstrated() -> Panel:
     case = command.CASES[0]
     outcome = command.run_case(case, command._load(options), options)
     assert outcome.recording is not None
-    return timeline.panel_of(case.title, case.story, outcome.recording)
+    return command.panel_of(case.title, case.story, outcome.recording)
 
 
 def test_the_demo_shows_tiles_waits_and_their_lines() -> None:

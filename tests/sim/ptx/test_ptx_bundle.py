@@ -25,7 +25,13 @@ from interlace.ops.experts.routing import Assignment
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul.formats import FORMATS, packed_rows
 from interlace.ops.op.calls import run_record
-from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
+from interlace.tools.bundle import (
+    OPS,
+    BundleTarget,
+    KernelOptions,
+    build_bundles,
+    operands_of,
+)
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 
@@ -543,6 +549,6 @@ def test_bundles_of_rows_normed_in_a_format(
     made = functools.partial(block_scaled_norm, format)
     run(BundleTarget("low_latency_norm", options, [80], tmp_path), made)
     with pytest.raises(ValueError, match="gather is 'both': no bundle gathers rows in mxfp8"):
-        KernelOptions(quantize="mxfp8", gather="both").operands(80)
+        operands_of(KernelOptions(quantize="mxfp8", gather="both"), 80)
     with pytest.raises(ValueError, match="weight is 'kn': columns of mxfp4 are packed"):
-        KernelOptions(format="mxfp4").operands(80)
+        operands_of(KernelOptions(format="mxfp4"), 80)

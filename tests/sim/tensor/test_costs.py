@@ -23,7 +23,7 @@ from interlace.compile import CPU, calibrated
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.tuning import calibration, files as cache, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
-from interlace.runtime.tuning.machine import Problem
+from interlace.runtime.tuning.tuning import Problem
 from interlace.tensor.calibration import (
     CalibrationRequest,
     NoisyTimesError,

@@ -17,8 +17,8 @@ from interlace.runtime.tuning import (
     tuning,
 )
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
-from interlace.runtime.tuning.machine import Problem
 from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
+from interlace.runtime.tuning.tuning import Problem
 from stand_ins.replaced import environment
 
 ROOT = pathlib.Path(__file__).parents[3]

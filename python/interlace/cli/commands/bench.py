@@ -21,8 +21,8 @@ import torch
 import interlace
 from interlace.benchmark import baselines, kernel, protocol
 from interlace.benchmark.figures import format_size, parse_sizes
+from interlace.benchmark.fused import GatherNormed
 from interlace.benchmark.kernel import BASELINE, PART
-from interlace.benchmark.norms import GatherNormed
 from interlace.benchmark.plain import Plain
 from interlace.benchmark.requests import (
     DTYPES,
@@ -38,7 +38,7 @@ from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
 from interlace.ops.matmul.formats import FORMATS
 from interlace.output.consoles import Progress, write
 from interlace.output.files import TERMINAL, draw_bars, file_of, refuse_outputs, require_matplotlib
-from interlace.output.machine import refuse_size
+from interlace.output.machine import inspect_machine, refuse_size
 from interlace.output.options import MOST, CommandOptions, option
 from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
@@ -425,11 +425,8 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
 
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
     """Write everything: options, machine, protocol, all blocks of all rows."""
-    from interlace import __version__
-    from interlace.output.machine import inspect_machine
-
     document = {
-        "interlace": __version__,
+        "interlace": interlace.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "options": asdict(options),
         "machine": inspect_machine(),

@@ -502,11 +502,9 @@ class ScaledCase(CheckCase):
 
 def scaled(device: str, world_size: int) -> Iterator[CheckCase]:
     sizes = (2048, 1024, 512) if device == "cuda" else (48, 32, 48)
-    for op, kernel in (
-        (GATHER, "all_gather_matmul_kernel"),
-        (REDUCE, "matmul_reduce_scatter_kernel"),
-    ):
-        yield ScaledCase(op, "fused", world_size, sizes, "fp8", (kernel,), branch="fp8")
+    for op in (GATHER, REDUCE):
+        kernels = tuple(BY_NAME[op].algorithms["fused"])
+        yield ScaledCase(op, "fused", world_size, sizes, "fp8", kernels, branch="fp8")
 
 
 @dataclass
@@ -537,25 +535,26 @@ class HandleCase(CheckCase):
         return 0.0 if right and progress.tolist() == [0, 3] else float("inf")
 
 
+_HANDLES = (
+    "put_signal_kernel", "wait_signal_kernel", "handle_barrier_kernel", "write_value_kernel",
+)  # fmt: skip
+
+
+def _on_nodes(target: str) -> bool:
+    return target.startswith("nodes.")
+
+
 def simulated(world_size: int) -> Iterator[CheckCase]:
-    kernels = "put_signal_kernel", "wait_signal_kernel", "handle_barrier_kernel"
-    about = "fp32", (*kernels, "write_value_kernel")
-    yield HandleCase("symmetric_memory", "handle", world_size, (4,), *about)
+    yield HandleCase("symmetric_memory", "handle", world_size, (4,), "fp32", _HANDLES)
     for name, target in TARGETS.items():
-        if name == "signal" or name.startswith("nodes."):
+        if name == "signal" or _on_nodes(name):
             for variant in target.variants:
                 yield TargetCase(name, variant, world_size, (CALLS,), "fp32", target.kernels)
 
 
 WORLDS = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 7)}
 NODES_RANKS = 4  # two nodes of two
-_BETWEEN = (
-    "move_kernel", "quiet_kernel", "node_reduce_scatter_kernel", "put_credits_kernel", "node_sums_kernel",
-    "matmul_node_reduce_scatter_kernel",
-)  # fmt: skip
-_HANDLES = (
-    "put_signal_kernel", "wait_signal_kernel", "handle_barrier_kernel", "write_value_kernel",
-)  # fmt: skip
+_BETWEEN = [kernel for name in TARGETS if _on_nodes(name) for kernel in TARGETS[name].kernels]
 _ROLES = "all_gather_matmul_roles_kernel", "matmul_reduce_scatter_roles_kernel", "sum_tiles_kernel"
 WITHOUT = {
     "cpu": dict.fromkeys(_ROLES, "needs a GPU of 9.x"),

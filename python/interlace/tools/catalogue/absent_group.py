@@ -1,11 +1,13 @@
-"""A group without ranks: ops run on it up to their launches, which become entries of the catalogue.
+"""Options of kernels, and a group without ranks on which ops run up to their launches.
 
-So no part of a launch is written down twice. Tensors are torch's "meta" ones, with a dtype, a shape and
-address 0, a multiple of 16 like nearly every address. Copies and signals are ignored.
+The launches become entries of the catalogue, so no part of a launch is written down twice. Tensors are
+torch's "meta" ones, with a dtype, a shape and address 0, a multiple of 16 like nearly every address. Copies
+and signals are ignored.
 """
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +18,58 @@ from interlace.runtime.compiler.request import Entry
 from interlace.runtime.core.launch import KernelLaunch, specialised
 from interlace.runtime.core.memory import WORD, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 RANKS = 16
 MULTICAST = 1 << 40
 _BYTES = 1 << 40
+MANY_ROWS = 4096
+EXPERTS = 2
+TOPK = 8  # slots of a token
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """Options that specialise the kernels of a bundle. The world size does not.
+
+    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "", "n"
+    or "m", ``path`` "auto", "tma" or "pointers". ``norm`` is "rms" or "layer", for rows that get a
+    residual. ``quantize`` "fp8" or "fp8_static" makes the normed rows fp8. With the name of a block-scaled
+    format it makes packed rows, which are not gathered. ``gather``: "none", or the rows that all ranks get,
+    "normed" or "both" with the sums. ``format`` is the block-scaled operands', with packed rows
+    (``kernels/block_scales.py``). Then ``inner`` counts numbers, K of a launch is the bytes of a row, and
+    ``dtype`` the output's. ``head_dim`` is an attention's, ``value_dim`` its values' (0: the same);
+    ``topk`` are a token's slots, ``experts`` a rank's. The tiles are chosen for ``rows`` per rank,
+    ``columns`` and ``inner``. If the last two are multiples of 16, they must be at every launch.
+    ``overrides`` are values of the configuration.
+    """
+
+    dtype: str = "bf16"
+    weight: str = "kn"
+    bias: str = ""
+    average: bool = False
+    path: str = "auto"
+    rows: int = MANY_ROWS
+    columns: int = 4096
+    inner: int = 4096
+    norm: str = "rms"
+    quantize: str = ""
+    gather: str = "none"
+    format: str = ""
+    head_dim: int = 128
+    value_dim: int = 0
+    topk: int = TOPK
+    experts: int = EXPERTS
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def configuration(self, arch: int) -> Configuration:
+        default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
+        return replace(default, **self.overrides)  # type: ignore[arg-type]
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

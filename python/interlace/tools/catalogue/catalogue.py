@@ -31,7 +31,7 @@ Kernels between nodes are built like in tests, and linked with NVSHMEM::
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,11 @@ from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTa
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 from interlace.tools.catalogue.absent_group import (
     DTYPES as DTYPES,
+    EXPERTS,
+    MANY_ROWS,
     RANKS,
     AbsentGroup,
+    KernelOptions,
     entry,
     launched,
     meta,
@@ -75,9 +78,6 @@ from interlace.tools.catalogue.catalogue_attention import attention
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-MANY_ROWS = 4096
-EXPERTS = 2
-TOPK = 8  # slots of a token
 ELEMENTS = 1 << 20  # in a shard
 UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
 """The names of a low-latency kernel's units in the name of an entry."""
@@ -240,73 +240,46 @@ def one_of_each(found: Iterable[Entry]) -> list[Entry]:
 
 
 @dataclass(frozen=True)
-class ExpertsVariant:
-    """Slots of a token, experts of a rank."""
+class MatmulVariant(KernelOptions):
+    """A variant of a kernel that multiplies; ``path`` is "tma" or "pointers".
 
-    topk: int = TOPK
-    experts: int = EXPERTS
-
-    def chosen(self) -> Assignment:
-        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
-
-
-@dataclass(frozen=True)
-class NormVariant:
-    """A variant of a kernel that norms rows: with a residual and a weight; "layer" also with a bias."""
-
-    kind: str = "rms"
-    quantize: str = ""
-    gather: str = ""
-
-    def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
-        """Return ``linear`` with this norm, for ``rows`` own rows, and the rows gathered on all ranks."""
-        columns, dtype = linear.output.shape[1], linear.output.dtype
-        weight = meta(columns, dtype=dtype)
-        bias = weight if self.kind == "layer" else None
-        made = QUANTIZED if self.quantize else dtype
-        format = FORMATS.get(self.quantize)
-        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
-        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
-        rms = RowNorm(self.kind, 1e-6, weight, bias)
-        rows_of_norm = meta(rows, columns, dtype=made)
-        if format is not None:
-            rows_of_norm = meta(rows, format.row_bytes(columns), dtype=torch.uint8)
-        tail = NormTail(rms, residual, rows_of_norm, scale, format)
-        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
-        return replace(linear, output=total, tail=tail), whole if self.gather else None
-
-    def describe(self) -> str:
-        words = [self.kind, self.quantize, f"gathered {self.gather}"]
-        return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
-
-
-RMS, LAYER = NormVariant(), NormVariant("layer")
-
-
-@dataclass(frozen=True)
-class MatmulVariant:
-    """A variant of a fused kernel: of its matmul, and of its norm and its experts, if it has any.
-
-    ``overrides`` are values of its configuration.
+    A norm of its rows has a residual and a weight; "layer" also has a bias.
     """
 
-    dtype: str = "bf16"
-    layout: str = "kn"
-    tma: bool = True
-    columns: int = 4096
-    inner: int = 4096
-    bias: str = ""
-    rows: int = MANY_ROWS
-    overrides: dict[str, int] = field(default_factory=dict)
+    path: str = "tma"
     activation: str = ""
     scales: str = ""
     fast_accum: bool = True
     grouped: bool = False
     multimem: bool = False
-    average: bool = False
-    format: str = ""
-    norm: NormVariant = RMS
-    routed: ExpertsVariant = ExpertsVariant()
+
+    @property
+    def tma(self) -> bool:
+        return self.path == "tma"
+
+    def chosen(self) -> Assignment:
+        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
+
+    def normed(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
+        """Return ``linear`` with the norm, for ``rows`` own rows, and the rows gathered on all ranks."""
+        columns, dtype = linear.output.shape[1], linear.output.dtype
+        weight = meta(columns, dtype=dtype)
+        bias = weight if self.norm == "layer" else None
+        made = QUANTIZED if self.quantize else dtype
+        format = FORMATS.get(self.quantize)
+        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
+        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
+        kind = RowNorm(self.norm, 1e-6, weight, bias)
+        rows_of_norm = meta(rows, columns, dtype=made)
+        if format is not None:
+            rows_of_norm = meta(rows, format.row_bytes(columns), dtype=torch.uint8)
+        tail = NormTail(kind, residual, rows_of_norm, scale, format)
+        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
+        return replace(linear, output=total, tail=tail), whole if self.gather != "none" else None
+
+    def describe_norm(self) -> str:
+        gathered = "" if self.gather == "none" else f"gathered {self.gather}"
+        return " ".join(filter(None, (self.norm, self.quantize, gathered)))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -330,7 +303,7 @@ class MatmulVariant:
         format = FORMATS.get(self.format)
         inner = inner if format is None else format.row_bytes(inner)
         weight = meta(*experts, inner, columns, dtype=dtype)
-        if self.layout == "nk":
+        if self.weight == "nk":
             weight = meta(*experts, columns, inner, dtype=dtype).mT
         output_dtype = torch.bfloat16 if self.scales else DTYPES[self.dtype]
         bias = meta(columns, dtype=output_dtype) if self.bias else None
@@ -352,7 +325,7 @@ class MatmulVariant:
         return meta(rows, inner, dtype=dtype), linear
 
     def describe(self) -> str:
-        words = [self.format or self.dtype, self.layout, "tma" if self.tma else "pointers"]
+        words = [self.format or self.dtype, self.weight, "tma" if self.tma else "pointers"]
         words += ["odd N"] if self.columns % 16 else []
         words += ["odd K"] if self.inner % 16 else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -364,52 +337,56 @@ class MatmulVariant:
         return " ".join(words)
 
 
-def _fused(arch: int) -> Iterator[Entry]:
+def _by_default(arch: int) -> MatmulVariant:
+    """Return bf16 by descriptors, where a default has them."""
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
-    bf16, transposed = MatmulVariant(tma=tma), MatmulVariant(tma=tma, layout="nk")
-    fp32 = MatmulVariant(tma=False, dtype="fp32")
+    return MatmulVariant(path="tma" if tma else "pointers")
+
+
+def _fused(arch: int) -> Iterator[Entry]:
+    bf16 = _by_default(arch)
+    transposed, tma = replace(bf16, weight="nk"), bf16.tma
+    by_pointers = MatmulVariant(path="pointers")
+    fp32 = replace(by_pointers, dtype="fp32")
     shared = [
         bf16,
         transposed,
-        *([MatmulVariant(tma=False), MatmulVariant(tma=False, layout="nk")] if tma else []),
-        MatmulVariant(tma=False, columns=4095, inner=4095),
-        MatmulVariant(tma=False, inner=4095),
-        MatmulVariant(tma=False, layout="nk", columns=4095),
-        MatmulVariant(tma=tma, bias="n"),
-        MatmulVariant(tma=tma, bias="m"),
-        MatmulVariant(tma=tma, rows=64),
-        MatmulVariant(tma=tma, dtype="fp16"),
+        *([by_pointers, replace(by_pointers, weight="nk")] if tma else []),
+        replace(by_pointers, columns=4095, inner=4095),
+        replace(by_pointers, inner=4095),
+        replace(by_pointers, weight="nk", columns=4095),
+        replace(bf16, bias="n"),
+        replace(bf16, bias="m"),
+        replace(bf16, rows=64),
+        replace(bf16, dtype="fp16"),
         fp32,
-        replace(fp32, layout="nk", bias="n"),
+        replace(fp32, weight="nk", bias="n"),
     ]
     for operands in shared:
         yield all_gather_matmul(arch, operands)
-    for operands in (bf16, transposed, fp32):
-        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
-    for operands in shared:
+        yield matmul_reduce_scatter(arch, operands)
+        yield matmul_all_reduce(arch, operands)
         if operands.bias != "m":
             yield grouped_matmul(arch, operands)
-    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
-    for operands in shared:
-        yield matmul_reduce_scatter(arch, operands)
-    for operands in (bf16, transposed, fp32):
-        yield matmul_node_reduce_scatter(arch, operands)
-    for operands in shared:
-        yield matmul_all_reduce(arch, operands)
         if operands.bias != "m" and not operands.columns % RANKS:
             yield matmul_all_to_all(arch, operands)
             if not operands.tma and not operands.inner % RANKS:
                 yield all_to_all_matmul(arch, operands)
+    for operands in (bf16, transposed, fp32):
+        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
+        yield matmul_node_reduce_scatter(arch, operands)
+    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
     for activation in ACTIVATIONS:
-        yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
-        yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
-    yield matmul_all_reduce(arch, MatmulVariant(tma=tma, bias="n", activation="gelu"))
+        activated = replace(bf16, bias="n", activation=activation)
+        yield all_gather_matmul(arch, activated)
+        yield matmul_reduce_scatter(arch, activated)
+    yield matmul_all_reduce(arch, replace(bf16, bias="n", activation="gelu"))
     if arch == 90:
         for operands in (bf16, transposed, MatmulVariant(dtype="fp16", activation="gelu")):
             yield all_gather_matmul(arch, replace(operands, overrides=ROLES))
             yield from matmul_reduce_scatter_roles(operands)
     if arch >= 90:
-        yield all_gather_matmul(arch, MatmulVariant(tma=tma, multimem=True))
+        yield all_gather_matmul(arch, replace(bf16, multimem=True))
         yield all_gather_matmul(
             arch, MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
         )
@@ -419,7 +396,7 @@ def _fused(arch: int) -> Iterator[Entry]:
     default = gpu_default(arch, torch.uint8, MANY_ROWS)
     for name, format in FORMATS.items():
         tma = default.descriptors and format.loads_by_descriptor(default)
-        operands = MatmulVariant(tma=tma, layout="nk", format=name)
+        operands = MatmulVariant(weight="nk", path="tma" if tma else "pointers", format=name)
         for make in _OF_PACKED_ROWS:
             yield replace(make(arch, operands), default=True)
         # these are no defaults: for nvfp4 the first spills 8 instructions on 10.0
@@ -488,7 +465,6 @@ def matmul_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def scatters(arch: int, operands: MatmulVariant) -> list[KernelLaunch]:
-    """Return the launches of matmul + reduce-scatter."""
     input, linear, segments = _scattered(operands, RANKS)
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
     return launched(op, input, linear, segments, configuration)
@@ -511,7 +487,7 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
 
 def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
     """Return the kernel by pointers; ``inner`` is one rank's number."""
-    operands = replace(operands, tma=False)
+    operands = replace(operands, path="pointers")
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
     call, configuration = (part, linear, [operands.rows] * RANKS), operands.configuration(arch)
@@ -546,13 +522,13 @@ def matmul_all_reduce(arch: int, operands: MatmulVariant) -> Entry:
 
 def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -> list[Entry]:
     """Return dispatch and combine of rows; for fp8 with scales, only dispatch."""
-    routed, dtype, kind = operands.routed, operands.dtype, operands.torch_dtype
-    assignment, scaled = routed.chosen(), dtype in SCALED_DTYPES
+    dtype, kind = operands.dtype, operands.torch_dtype
+    assignment, scaled = operands.chosen(), dtype in SCALED_DTYPES
     own: dict[str, Any] = dict(operands.overrides)
     configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **own)
-    x, segments = meta(MANY_ROWS, operands.columns, dtype=kind), meta(routed.experts, RANKS, 3)
+    x, segments = meta(MANY_ROWS, operands.columns, dtype=kind), meta(operands.experts, RANKS, 3)
     scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
-    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
+    weights = meta(MANY_ROWS, operands.topk, dtype=torch.float32) if weighted else None
     bounds = Bounds(MANY_ROWS, 2, 0)
     result = Received(x, scales, None if weights is None else weights[:, 0], segments)
 
@@ -573,86 +549,79 @@ def _experts(arch: int) -> Iterator[Entry]:
         yield from experts_rows(arch, MatmulVariant(dtype), weighted=weighted)
     if arch >= 90:
         yield from experts_rows(arch, MatmulVariant("fp8e4nv"))
-    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    bf16 = _by_default(arch)
     for operands in (
-        MatmulVariant(tma=tma),
-        MatmulVariant(tma=tma, layout="nk"),
-        MatmulVariant(tma=tma, bias="n"),
-        MatmulVariant(tma=tma, rows=64),
-        MatmulVariant(tma=False, columns=4095, inner=4095),
-        MatmulVariant(tma=False, dtype="fp32", layout="nk"),
+        bf16,
+        replace(bf16, weight="nk"),
+        replace(bf16, bias="n"),
+        replace(bf16, rows=64),
+        MatmulVariant(path="pointers", columns=4095, inner=4095),
+        MatmulVariant("fp32", "nk", path="pointers"),
     ):
         yield grouped_matmul_combine(arch, operands)
         yield counted_grouped_matmul(arch, operands)
 
 
 def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
-    operands, routed = replace(operands, grouped=True), operands.routed
+    operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
-    input, linear = operands.tensors(operands.rows, routed.experts)
-    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32)
+    input, linear = operands.tensors(operands.rows, operands.experts)
+    weights = meta(MANY_ROWS, operands.topk, dtype=torch.float32)
     tokens = meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
-    home = Home(routed.chosen().inverse, weights, tokens)
+    home = Home(operands.chosen().inverse, weights, tokens)
 
     def run(group: Any) -> None:
         op = GroupedMatmulCombine(group, input, linear, home)
-        op.fused(meta(routed.experts, RANKS, 3), operands.rows, 128, configuration)
+        op.fused(meta(operands.experts, RANKS, 3), operands.rows, 128, configuration)
 
     (launch,) = launched(run)
     return _fused_entry(arch, operands, launch)
 
 
 def _norms(arch: int) -> Iterator[Entry]:
-    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
-    bf16, fp32 = MatmulVariant(tma=tma), MatmulVariant(tma=False, dtype="fp32")
-    norms = [RMS, LAYER, replace(RMS, gather="normed"), replace(LAYER, gather="both")]
+    bf16, fp32 = _by_default(arch), MatmulVariant("fp32", path="pointers")
+    rms, layer = bf16, replace(bf16, norm="layer")
+    norms = [rms, layer, replace(rms, gather="normed"), replace(layer, gather="both")]
     if arch >= 89:  # Triton makes no float8_e4m3fn for older ones
-        made = [replace(RMS, quantize=name) for name in QUANTIZE]
+        made = [replace(rms, quantize=name) for name in QUANTIZE]
         norms += [*made, *(replace(each, gather="normed") for each in made)]
-    for norm in norms:
-        yield matmul_reduce_scatter_norm(arch, replace(bf16, norm=norm))
-        yield reduce_norm(arch, replace(bf16, norm=norm))
-    for norm in norms[:2] + norms[4:6]:
-        yield matmul_all_reduce_norm(arch, replace(bf16, norm=norm))
-        yield low_latency_norm(arch, replace(bf16, norm=norm))
-    for name in FORMATS:
-        packed = replace(RMS, quantize=name)
-        yield reduce_norm(arch, replace(bf16, norm=replace(packed, gather="normed")))
-        yield low_latency_norm(arch, replace(bf16, norm=packed))
-    for operands in (fp32, replace(fp32, norm=replace(LAYER, gather="both"))):
+    for operands in (*norms, fp32, replace(fp32, norm="layer", gather="both")):
         yield matmul_reduce_scatter_norm(arch, operands)
         yield reduce_norm(arch, operands)
-    yield matmul_all_reduce_norm(arch, fp32)
-    yield low_latency_norm(arch, fp32)
+    for operands in (*norms[:2], *norms[4:6], fp32):
+        yield matmul_all_reduce_norm(arch, operands)
+        yield low_latency_norm(arch, operands)
+    for name in FORMATS:
+        packed = replace(rms, quantize=name)
+        yield reduce_norm(arch, replace(packed, gather="normed"))
+        yield low_latency_norm(arch, packed)
 
 
 def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Return matmul + reduce-scatter, with a norm of the own rows."""
     input, linear, segments = _scattered(operands, RANKS)
-    linear, whole = operands.norm.linear(linear, operands.rows)
+    linear, whole = operands.normed(linear, operands.rows)
     op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
     (launch,) = launched(op, input, linear, segments, configuration, whole)
-    return _fused_entry(arch, operands, launch, operands.norm.describe())
+    return _fused_entry(arch, operands, launch, operands.describe_norm())
 
 
 def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     """Return the one-shot matmul + all-reduce, with a norm of all rows on every rank."""
     input, linear = operands.tensors(operands.rows)
-    linear, _ = operands.norm.linear(linear, operands.rows)
+    linear, _ = operands.normed(linear, operands.rows)
     configuration = operands.configuration(arch)
     (launch,) = launched(normed.matmul_all_reduce_fused, input, linear, configuration)
-    return _fused_entry(arch, operands, launch, operands.norm.describe())
+    return _fused_entry(arch, operands, launch, operands.describe_norm())
 
 
 def _rows_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, **more: Any) -> Entry:
-    words = operands.dtype, operands.norm.describe(), "average" if operands.average else ""
+    words = operands.dtype, operands.describe_norm(), "average" if operands.average else ""
     return entry(launch, " ".join(filter(None, words)), arch, **more)
 
 
 def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Return reduction and norm of existing rows."""
     input = meta(RANKS * MANY_ROWS, operands.columns, dtype=operands.torch_dtype)
-    linear, whole = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
+    linear, whole = operands.normed(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
     call = "reduce_scatter_norm", input, linear, segments, operands.configuration(arch), whole
     (launch,) = launched(normed.reduce_fused, *call)
@@ -661,7 +630,7 @@ def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
 
 def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
     """Return all-reduce and norm of few rows, whose words carry their flags."""
-    linear, _ = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
+    linear, _ = operands.normed(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     input = meta(4, operands.columns, dtype=operands.torch_dtype)
 
     def run(group: Any) -> None:

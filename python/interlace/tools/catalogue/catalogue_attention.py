@@ -8,8 +8,8 @@ Variants::
     copiers            programs of the kernel push the keys; without, the copy engine does
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,28 +25,30 @@ from interlace.ops.attention.problem import (
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, for_decoding, gpu_attention
-from interlace.tools.catalogue.absent_group import DTYPES, RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.catalogue.absent_group import (
+    DTYPES,
+    RANKS,
+    AbsentGroup,
+    KernelOptions,
+    entry,
+    launched,
+    meta,
+)
 
 _ROWS = 4096
 _HEADS, _KEY_HEADS = 8, 2
 
 
-@dataclass(frozen=True)
-class HeadsVariant:
-    """Heads of ``size``, of values ``value_size`` (0: the same); ``overrides`` are values of the tiles."""
-
-    dtype: str
-    size: int
-    value_size: int = 0
-    overrides: Mapping[str, int] = field(default_factory=dict)
+class HeadsVariant(KernelOptions):
+    """Heads of attention; ``overrides`` are values of the tiles."""
 
     @property
     def of_values(self) -> int:
-        return self.value_size or self.size
+        return self.value_dim or self.head_dim
 
     def tiles(self, arch: int, *, backward: bool = False, decodes: bool = False) -> Configuration:
         dtype, own = DTYPES[self.dtype], dict[str, Any](self.overrides)
-        found = gpu_attention(arch, dtype, max(self.size, self.of_values), backward=backward)
+        found = gpu_attention(arch, dtype, max(self.head_dim, self.of_values), backward=backward)
         return replace(for_decoding(found, dtype) if decodes else found, **own)
 
     def problem(self, group: Any, tokens: int = _ROWS) -> tuple[AttentionProblem, AttentionResult]:
@@ -54,30 +56,30 @@ class HeadsVariant:
         query, key, value, output = (
             meta(tokens, 1, heads, size, dtype=DTYPES[self.dtype])
             for heads, size in (
-                (_HEADS, self.size),
-                (_KEY_HEADS, self.size),
+                (_HEADS, self.head_dim),
+                (_KEY_HEADS, self.head_dim),
                 (_KEY_HEADS, self.of_values),
                 (_HEADS, self.of_values),
             )
         )
         shards, mask = TokenShards((_ROWS,) * RANKS, "zigzag"), AttentionMask(True)
-        given = query, key, value, shards, mask, None, self.size**-0.5, _HEADS // _KEY_HEADS
+        given = query, key, value, shards, mask, None, self.head_dim**-0.5, _HEADS // _KEY_HEADS
         lse = meta(1, _HEADS, tokens, dtype=torch.float32)
         problem = AttentionProblem(group, "context_parallel_attention", *given)
         return problem, AttentionResult(output, output, lse)
 
     def entry(self, launch: KernelLaunch, arch: int, *words: str, **more: Any) -> Entry:
-        sizes = dict.fromkeys((self.size, self.of_values))
+        sizes = dict.fromkeys((self.head_dim, self.of_values))
         variant = " ".join([self.dtype, "head", *map(str, sizes), *words])
         return entry(launch, variant, arch, **more)
 
 
 def attention(arch: int) -> Iterator[Entry]:
     for heads in (
-        *(HeadsVariant("bf16", size) for size in (128, 64, 96, 256)),
-        HeadsVariant("bf16", 192, 128),
-        HeadsVariant("fp16", 128),
-        *(HeadsVariant("fp32", size) for size in (64, 128, 256)),
+        *(HeadsVariant(head_dim=size) for size in (128, 64, 96, 256)),
+        HeadsVariant(head_dim=192, value_dim=128),
+        HeadsVariant("fp16"),
+        *(HeadsVariant("fp32", head_dim=size) for size in (64, 128, 256)),
     ):
         yield from attention_kernels(arch, heads)
     yield from decoding(arch)
@@ -135,20 +137,20 @@ def heads_kernels(arch: int, heads: HeadsVariant, *, backward: bool = False) -> 
 def decoding(arch: int) -> Iterator[Entry]:
     """Yield kernels for one token of a few sequences; the exchange polls words (``catalogue.py``)."""
     for dtype, size in (("bf16", 128), ("bf16", 64), ("fp32", 128)):
-        yield from decode_kernels(arch, HeadsVariant(dtype, size))
-    yield from decode_kernels(arch, HeadsVariant("bf16", 128), paged=True)
-    yield from decode_kernels(arch, HeadsVariant("bf16", 192, 128))
+        yield from decode_kernels(arch, HeadsVariant(dtype, head_dim=size))
+    yield from decode_kernels(arch, HeadsVariant(), paged=True)
+    yield from decode_kernels(arch, HeadsVariant(head_dim=192, value_dim=128))
 
 
 def decode_kernels(arch: int, heads: HeadsVariant, *, paged: bool = False) -> Iterator[Entry]:
     """Yield decode kernels. ``paged``: the kernel that reads a table of pages."""
     dtype, tiles = DTYPES[heads.dtype], heads.tiles(arch, decodes=True)
-    query = meta(4, 1, _HEADS, heads.size, dtype=dtype)
+    query = meta(4, 1, _HEADS, heads.head_dim, dtype=dtype)
     key, value = (
-        meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype) for size in (heads.size, heads.of_values)
+        meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype) for size in (heads.head_dim, heads.of_values)
     )
     group: Any = AbsentGroup()
-    problem = DecodeProblem(group, query, key, value, meta(4, 1), heads.size**-0.5)
+    problem = DecodeProblem(group, query, key, value, meta(4, 1), heads.head_dim**-0.5)
     rows = problem.by_key_head().shape[:-1]
     lse = meta(*rows, dtype=torch.float32)
     decode_fused(problem, meta(*rows, heads.of_values, dtype=dtype), lse, tiles)
