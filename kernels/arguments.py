@@ -300,20 +300,20 @@ class Tiles(NamedTuple):
 
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_K: int
-    GROUP_M: int
-    DESCRIPTORS: str
-    INPUT_PRECISION: str
-    FAST_ACCUM: bool
-    ALIGNED: bool
-    FLATTEN: bool
-    WARP_SPECIALIZE: bool
-    COMPILED: bool
-    SCALES: str
-    BIAS: str
-    ACTIVATION: str
-    SUBTILE: int
-    OUT_DESCRIPTOR: bool
+    BLOCK_K: int = 0
+    GROUP_M: int = 1
+    DESCRIPTORS: str = ""
+    INPUT_PRECISION: str = ""
+    FAST_ACCUM: bool = False
+    ALIGNED: bool = False
+    FLATTEN: bool = False
+    WARP_SPECIALIZE: bool = False
+    COMPILED: bool = False
+    SCALES: str = ""
+    BIAS: str = ""
+    ACTIVATION: str = ""
+    SUBTILE: int = 1
+    OUT_DESCRIPTOR: bool = False
     VALUES: str = ""
     SCALE: str = ""
     BLOCK: int = 0

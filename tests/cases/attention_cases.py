@@ -8,12 +8,35 @@ import torch
 
 import interlace
 from interlace import nn, reference
-from interlace.ops.attention.problem import AttentionReference, TokenShards, visible
+from interlace.ops.attention.problem import AttentionReference, TokenShards
 from interlace.runtime.tuning.configuration import override
 from support import noise
 
 METHODS = ("all_gather", "ring", "ulysses")
 ALGORITHMS = ("fused", "pipelined", "unfused")
+
+
+def visible(
+    tokens: int,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``[tokens, tokens]``: whether a query sees a key, both by their position in the sequence."""
+    query, key = torch.arange(tokens).unsqueeze(1), torch.arange(tokens)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool)
+    if causal:
+        mask &= key <= query
+    before, after = window
+    if before >= 0:
+        mask &= key >= query - before
+    if after >= 0:
+        mask &= key <= query + after
+    if cu_seqlens is not None:
+        number = torch.bucketize(key, cu_seqlens.long(), right=True)
+        mask &= (number == number.unsqueeze(1)) & (number < len(cu_seqlens))
+    return mask
 
 
 @dataclass(frozen=True)

@@ -187,12 +187,12 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
         linear = Linear(weight, bias, matrix, average=op == "reduce_norm", tail=tail)
         if op == "matmul_all_reduce_norm":
             input = meta(own, inner, dtype=dtype)
-            normed.matmul_all_reduce_fused(communicator, input, linear, configuration)
+            matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
         elif op == "matmul_reduce_scatter_norm":
             input = meta(sum(rows), inner, dtype=dtype)
             whole = normed.WholeRows(meta(sum(rows), columns, dtype=made.dtype), None, None)
             call = communicator, input, linear, segments, configuration, whole
-            normed.matmul_reduce_scatter_fused(*call)
+            matmul_reduce.matmul_reduce_scatter_fused(*call)
         else:
             input = meta(sum(rows), columns, dtype=dtype)
             whole = normed.WholeRows(meta(sum(rows), columns, dtype=dtype), None, matrix)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cases.attention_cases import visible
 from cases.support_table import defined
 from interlace import reference
 from interlace.arguments.checks import RowNorm
-from interlace.ops.attention.problem import HEAD, HEADS, AttentionReference, visible
+from interlace.ops.attention.problem import HEAD, HEADS, AttentionReference
 from interlace.ops.experts.dispatch import DispatchArguments
 from interlace.ops.library import BY_NAME, WITH_OUT
 from interlace.ops.op.op import Op

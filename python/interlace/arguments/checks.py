@@ -416,12 +416,19 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
         dtypes = [("input", input.dtype), ("out_dtype", out)]
     for name, dtype in dtypes:
         # the kernel multiplies in fp32, so wider inputs and outputs are not possible
-        if algorithm == "fused" and dtype not in FUSED_DTYPES:
-            raise TypeError(
-                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype}; '
-                f'use "unfused" or "auto"'
-            )
+        fused_dtype(algorithm, name, dtype)
     return algorithm, out
+
+
+def fused_dtype(
+    algorithm: str, name: str, dtype: torch.dtype, instead: str = '"unfused" or "auto"'
+) -> None:
+    """Raise TypeError if ``algorithm`` has a fused kernel, which cannot take ``dtype``."""
+    if algorithm in ("fused", "low_latency") and dtype not in FUSED_DTYPES:
+        raise TypeError(
+            f'algorithm="{algorithm}" supports float32, float16 and bfloat16, {name} is {dtype}; use '
+            f"{instead}"
+        )
 
 
 def activation(name: str, value: object) -> str:

@@ -7,32 +7,20 @@ from interlace.ops.matmul import block_scaled, gather, norms, reduce, scaled
 from interlace.ops.op import calls, op as registry, torch_library
 from interlace.ops.op.torch_library import IN_PLACE as IN_PLACE, WITH_OUT as WITH_OUT
 
-OPS = (
-    *records.OPS,
-    gather.ALL_GATHER_MATMUL,
-    *reduce.OPS,
-    *map(
-        block_scaled.with_format,
-        (
-            gather.ALL_GATHER_MATMUL,
-            *reduce.OPS,
-            *norms.OPS[:2],
-            *grouped.OPS,
-            *grouped_combine.OPS[:2],
-        ),
-    ),
-    *grouped.OPS,
-    *dispatch.OPS,
-    *combine.OPS,
-    *grouped_combine.OPS,
-    *context_parallel.OPS,
-    decode.DISTRIBUTED_DECODE,
-    *head_exchange.OPS,
-    *scaled.OPS,
-    *norms.OPS,
+FAMILIES = (
+    (records,),
+    (gather, reduce, norms, scaled),
+    (grouped, dispatch, combine, grouped_combine),
+    (context_parallel, decode, head_exchange),
 )
+"""The files with ops, by family. The import of a file adds its ops to the registry."""
 
 BY_NAME = registry.OPS
+
+for op in list(BY_NAME.values()):
+    if "format" in op.without and "weight" not in op.without:
+        block_scaled.with_format(op)
+OPS = tuple(BY_NAME.values())
 
 torch_library.register_group_size()
 for op in OPS:

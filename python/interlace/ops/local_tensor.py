@@ -44,7 +44,6 @@ RankLists = list[list[int]]
 
 
 def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[str]) -> None:
-    """Register the rule of every op."""
     _rule("group_size", _group_size)
     for name, op in ops.items():
         _rule(name, _simulation(op))
@@ -145,7 +144,6 @@ def _outside() -> Any:
 
 
 def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Return the outputs by rank."""
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):

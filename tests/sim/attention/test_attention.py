@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import interlace
-from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios
+from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios, visible
 from interlace import nn, reference
-from interlace.ops.attention.problem import AttentionReference, visible
+from interlace.ops.attention.problem import AttentionReference
 from mutants.mutations import mutant_of, mutated
 from ranks import ranks
 from sim.api.refusals import ByRank, both, check_refused

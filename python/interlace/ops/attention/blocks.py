@@ -398,7 +398,6 @@ class KernelBlocks:
 
     @functools.cached_property
     def partials(self) -> Partials:
-        """The partial results of the output."""
         return self._partials(self.tiles.VALUE_DIM)
 
     @property

@@ -1,8 +1,6 @@
 """Attention over a sharded sequence, and its backward: two ops.
 
-A call is checked, compared with the other ranks, and passed to one of the algorithms in this folder. The
-comparison is one small host message, which also carries every rank's number of tokens. A mismatch raises on
-every rank before any data moves.
+The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of tokens.
 
 The results are the output, of the query's shape but with the size of the values' heads, and the logarithm
 of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
@@ -147,7 +145,6 @@ def _require_heads(name: str, tensor: Tensor, layout: str) -> None:
 def checked(
     communicator: Communicator, given: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
-    """Return the arguments if they fit together on this rank."""
     checked_options(given)
     named = (("q", given.query), ("k", given.key), ("v", given.value))
     query, key, value = (checks.tensor(name, each, communicator) for name, each in named)
@@ -185,11 +182,7 @@ def fitting(
     for name, each in (("q", query), ("v", value)):
         if not each.shape[3]:
             raise ValueError(f"{name} has heads of size 0 (shape {tuple(each.shape)})")
-    if algorithm == "fused" and query.dtype not in FUSED_DTYPES:
-        raise TypeError(
-            f'algorithm="fused" supports float32, float16 and bfloat16, q is {query.dtype}; '
-            'use "unfused" or "auto"'
-        )
+    checks.fused_dtype(algorithm, "q", query.dtype)
     if algorithm == "fused" and (largest := max(size, value.shape[3])) > LARGEST_HEAD:
         raise ValueError(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
@@ -296,10 +289,6 @@ def _shards(
     return shards
 
 
-def _name(method: str, algorithm: str) -> str:
-    return algorithm if algorithm == "unfused" else f"{method} {algorithm}"
-
-
 def _chosen(
     problem: AttentionProblem, call: CheckedAttention, *, backward: bool = False
 ) -> tuple[str, str, Configuration | None]:
@@ -336,7 +325,8 @@ def _chosen(
         if place.nodes is None and "auto" in (call.method, call.algorithm):
             found = tuning.measured(problem.communicator, named).algorithm
             method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
-        measured = tuning.measured(problem.communicator, named, _name(method, algorithm))
+        name = algorithm if algorithm == "unfused" else f"{method} {algorithm}"
+        measured = tuning.measured(problem.communicator, named, name)
     name_algorithm(f"{method} {algorithm}")
     tiles = None
     if algorithm == "fused":
@@ -427,7 +417,6 @@ attention_backward = internal_form(BACKWARD, prepared_backward)
 
 
 def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
-    """Return empty tensors for the output and the logarithms of the sums."""
     query, value = given.query, given.value
     _require_heads("q", query, given.layout)
     _require_heads("v", value, given.layout)
@@ -437,7 +426,6 @@ def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
 
 
 def backward_outputs(given: AttentionBackwardArguments, size: Any) -> list[Tensor]:
-    """Return empty tensors for the gradients of query, key and value."""
     return [each.new_empty(each.shape) for each in (given.query, given.key, given.value)]
 
 
@@ -596,7 +584,6 @@ def _algorithms(gathered: Sequence[str], others: Sequence[str]) -> dict[str, Seq
 
 
 def _example_results(setting: Setting) -> list[Tensor]:
-    """Return the results of the op for an example of its backward."""
     return reference(OPS[0].example_records(setting), setting.size)[setting.rank]
 
 

@@ -435,7 +435,6 @@ decode = internal_form(OP, prepared_decode)
 
 
 def _outputs(given: DecodeArguments, size: Any) -> list[Tensor]:
-    """Return empty tensors for the output and the logarithms of the sums."""
     query = given.q
     batches, *tokens, heads, _ = query.shape
     output = query.new_empty([*query.shape[:-1], given.value.shape[-1]])
@@ -566,11 +565,9 @@ def distributed_decode(
 
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         # its backward raises: there are no gradients
-        output, lse = run_recorded(DISTRIBUTED_DECODE, communicator, given, run, _both, False)
+        output, lse = run_recorded(
+            DISTRIBUTED_DECODE, communicator, given, run, lambda outputs, _: outputs, False
+        )
     else:
         output, lse = run(given)
     return (output, lse) if return_lse else output
-
-
-def _both(outputs: list[Tensor], _: Any) -> list[Tensor]:
-    return outputs

@@ -12,12 +12,7 @@ from typing import Any, Literal
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import (
-    FunctionalGroup,
-    FusedAlgorithm,
-    Group,
-    ScaledAlgorithm,
-)
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, ScaledAlgorithm
 from interlace.groups.groups import resolve
 from interlace.ops.attention.context_parallel import (
     FORWARD,
@@ -28,16 +23,7 @@ from interlace.ops.attention.context_parallel import (
 )
 from interlace.ops.attention.problem import BALANCES, TokenShards
 from interlace.ops.op.async_tensor import wait
-from interlace.ops.op.calls import (
-    check,
-    flag,
-    ints,
-    keeps,
-    number,
-    refuse,
-    run,
-    run_record,
-)
+from interlace.ops.op.calls import check, flag, ints, keeps, number, refuse, run, run_record
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -264,8 +250,7 @@ def context_parallel_attention(
 def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
     """Return the output and the logarithms of the sums. Refuse values that torch's schema would convert."""
     given = AttentionArguments(**arguments)
-    lengths = {} if given.length is None else {"length": given.length}
-    check(FORWARD, group, tag, lengths, q=given.query, k=given.key, v=given.value)
+    check(FORWARD, group, tag, _ints(given.length), q=given.query, k=given.key, v=given.value)
     if given.window is not None:
         given.window = ints(FORWARD, group, tag, "window", given.window)
     number(FORWARD, group, tag, "scale", given.scale)
@@ -364,12 +349,10 @@ def shard_sequence(
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     communicator = resolve(group)
-    with communicator.accepting():
-        checks.one_of("balance", balance, BALANCES)
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
-        dim = checks.index("dim", dim, tensor.dim())
-    shards = _even(communicator.world_size, tensor.shape[dim], balance)
+    dim = _checked_dim(communicator, "", tensor, dim, balance)
+    each, more = divmod(tensor.shape[dim], communicator.world_size)
+    lengths = tuple(each + (rank < more) for rank in range(communicator.world_size))
+    shards = TokenShards(lengths, balance)
     return tensor.index_select(dim, shards.places([communicator.rank], tensor.device))
 
 
@@ -390,11 +373,7 @@ def unshard_sequence(
     from interlace.ops.collectives.all_to_all import all_gather_v
 
     communicator = resolve(group)
-    with communicator.accepting("unshard_sequence"):
-        checks.one_of("balance", balance, BALANCES)
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
-        dim = checks.index("dim", dim, tensor.dim())
+    dim = _checked_dim(communicator, "unshard_sequence", tensor, dim, balance)
     own = wait(tensor).detach().movedim(dim, 0).contiguous()
     lengths = tuple(communicator.agree("unshard_sequence", own.shape[0]))
     shards = TokenShards(lengths, balance)
@@ -405,6 +384,12 @@ def unshard_sequence(
     return whole.movedim(0, dim)
 
 
-def _even(world_size: int, total: int, balance: str) -> TokenShards:
-    each, more = divmod(total, world_size)
-    return TokenShards(tuple(each + (rank < more) for rank in range(world_size)), balance)
+def _checked_dim(
+    communicator: Communicator, op: str, tensor: object, dim: int, balance: str
+) -> int:
+    """Return ``dim`` counted from 0, if it is one of ``tensor`` and ``balance`` is known."""
+    with communicator.accepting(op):
+        checks.one_of("balance", balance, BALANCES)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
+        return checks.index("dim", dim, tensor.dim())

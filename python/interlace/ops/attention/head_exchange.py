@@ -1,8 +1,6 @@
 """The fused ops around an attention over heads: matmul + all-to-all, and all-to-all + matmul.
 
-A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
-host message, which also carries every rank's number of rows. A mismatch raises on every rank before any
-data moves.
+The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of rows.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls: a product per receiver, sent at once; or one after pushes
@@ -19,9 +17,9 @@ weight's gradient, by a torch matmul.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +34,6 @@ from interlace.ops.collectives.launch import (
     enqueue_kernel,
     others,
     resident_programs,
-    send_by_copy_engine,
     sources,
     wait_for_all,
 )
@@ -86,19 +83,10 @@ class FromHeadsArguments:
     out_dtype: ClassVar = None
 
 
-class CheckedExchange(NamedTuple):
-    """The arguments of a call, checked on this rank. ``own``: this rank's part of dimension 0."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    own: int
-    algorithm: str
+HeadArguments = ToHeadsArguments | FromHeadsArguments
 
 
-def checked(
-    communicator: Communicator, given: ToHeadsArguments | FromHeadsArguments
-) -> CheckedExchange:
+def checked(communicator: Communicator, given: HeadArguments) -> HeadArguments:
     """Return the arguments if they fit together on this rank."""
     size, length = communicator.world_size, given.length
     input = checks.tensor("input", given.input, communicator)
@@ -114,23 +102,21 @@ def checked(
             raise ValueError(
                 f"weight has {weight.shape[1]} columns, which world size {size} does not divide"
             )
-        return CheckedExchange(input, weight, bias, rows, algorithm)
-    if weight.shape[0] != inner * size:
+    elif weight.shape[0] != inner * size:
         raise ValueError(
             f"weight has {weight.shape[0]} rows, {size} ranks with k = {inner} (input has shape "
             f"{tuple(input.shape)}) make {inner * size}"
         )
-    if length is None and rows % size:
+    elif length is None and rows % size:
         raise ValueError(
             f"input has length {rows}, which world size {size} does not divide; give length"
         )
-    own: Any = rows // size if length is None else length
-    return CheckedExchange(input, weight, bias, own, algorithm)
+    return replace(given, input=input, weight=weight, bias=bias, algorithm=algorithm)
 
 
 def prepared(
     communicator: Communicator,
-    given: ToHeadsArguments | FromHeadsArguments,
+    given: HeadArguments,
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
@@ -146,8 +132,10 @@ def prepared(
             ("bias", call.bias is not None),
             ("algorithm", call.algorithm),
         )
-        whole = output.shape[0] if op == TO_HEADS else call.input.shape[0]
-        parts = communicator.parts(communicator.call_of(op, terms, (call.own, whole)))
+        own, whole = call.input.shape[0], output.shape[0]
+        if op == FROM_HEADS:
+            own, whole = whole, own
+        parts = communicator.parts(communicator.call_of(op, terms, (own, whole)))
         lengths = _lengths(op, parts)
         return Outcome(None, _launched(communicator, op, call, lengths, output, received))
 
@@ -170,7 +158,7 @@ def _lengths(op: str, parts: Sequence[tuple[int, int]]) -> list[int]:
 def _launched(
     communicator: Communicator,
     op: str,
-    call: CheckedExchange,
+    call: HeadArguments,
     lengths: list[int],
     output: Tensor,
     received: Tensor | None,
@@ -206,7 +194,6 @@ FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
 
 
 def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
-    """Return the weight's columns of ``rank``."""
     columns = linear.weight.shape[1] // world_size
     own = slice(rank * columns, (rank + 1) * columns)
     bias = None if linear.bias is None else linear.bias[own]
@@ -327,14 +314,14 @@ class FromHeads(HeadExchangeCall):
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
         configuration = replace(configuration, descriptors=False, output_descriptors=False)
-        block_m, place = configuration.block_m, communicator.place
+        block_m = configuration.block_m
         size = formulas.chunk_rows(rows, block_m, configuration.chunks)
         chunks = formulas.ceil_div(max(rows), size)
         lines = formulas.head_send_lines(rank, world_size, rows, size, chunks)
         table = communicator.table(("sends of heads", tuple(rows), size), lambda: lines)
         tiles_n = formulas.ceil_div(linear.weight.shape[1], configuration.block_n)
         tiles = formulas.tiles_of([rows[rank]], block_m, tiles_n)
-        known = {
+        arguments = {
             **operands.product(communicator, configuration, input, linear),
             **operands.epilogue(linear),
             "K": inner,
@@ -343,30 +330,20 @@ class FromHeads(HeadExchangeCall):
         }
         layout = Layout(world_size * chunks, world_size * max(rows) * inner * input.element_size())
 
-        def body(workspace: Workspace) -> None:
-            copiers = min(configuration.copiers, len(lines), max(1, place.program_limit // 4))
-            if lines and not (copiers and tiles):
-                send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
-                copiers = 0
-            if tiles:
-                resident = resident_programs(communicator, configuration, copiers)
-                grid = formulas.persistent_grid(copiers, tiles, max(copiers + 1, resident))
-                arguments = {**known, **operands.copies(configuration, copiers)}
-                kernel = kernels.all_to_all_matmul_kernel
-                options = operands.launch_options(configuration, input)
-                communicator.compute.launch(
-                    workspace.kernel_launch(kernel, grid, arguments, **options)
-                )
-            else:
-                # No tile, so no program has waited; but rows that arrive late would hit the next op.
-                for source in others(communicator):
-                    for chunk in range(formulas.ceil_div(rows[rank], size)):
-                        communicator.compute.wait(workspace, source, source * chunks + chunk)
+        def arrivals() -> Iterator[tuple[int, int]]:
+            for source in others(communicator):
+                for chunk in range(formulas.ceil_div(rows[rank], size)):
+                    yield source, source * chunks + chunk
+
+        def keep(workspace: Workspace) -> None:
             if received is not None:
                 arrived = workspace.data(rank, 0, received.shape, received.dtype)
                 self._keep(received, arrived)
 
-        return communicator.enqueue(FROM_HEADS, layout, body)
+        options = operands.launch_options(configuration, input)
+        launch = kernels.all_to_all_matmul_kernel, arguments, options
+        about = FROM_HEADS, layout, configuration, launch, (lines, input), tiles
+        return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, received: Tensor, arrived: Tensor) -> None:
         """Copy the rows from each rank, and the own rows, for the caller."""
@@ -428,7 +405,7 @@ class FromHeads(HeadExchangeCall):
 # -- outputs and gradients -------------------------------------------------------------------------
 
 
-def _parts(given: ToHeadsArguments | FromHeadsArguments) -> Any:
+def _parts(given: HeadArguments) -> Any:
     """Return the input's shape between rows and columns, if the arguments have the shapes of the op."""
     input, weight, length = given.input, given.weight, given.length
     if input.dim() < 2 or weight.dim() != 2:
@@ -441,7 +418,7 @@ def _parts(given: ToHeadsArguments | FromHeadsArguments) -> Any:
     return input.shape[1:-1]
 
 
-def _save_needs(ctx: Any, given: ToHeadsArguments | FromHeadsArguments) -> None:
+def _save_needs(ctx: Any, given: HeadArguments) -> None:
     """Save which gradients are needed, and how the other op is called for them."""
     ctx.algorithm = given.algorithm
     ctx.shared, ctx.weighed = given.input.requires_grad, given.weight.requires_grad
@@ -454,10 +431,14 @@ def to_heads_output(given: ToHeadsArguments, size: Any) -> Tensor:
     return input.new_empty([rows, *between, given.weight.shape[1] // size])
 
 
-def _start_to_heads(communicator: Communicator, given: ToHeadsArguments) -> Started:
-    with communicator.accepting(TO_HEADS):
-        output = to_heads_output(given, communicator.world_size)
-    return Started([output], FORMS[TO_HEADS](communicator, (given, output), async_op=True))
+def _start(communicator: Communicator, given: HeadArguments) -> Started:
+    size = communicator.world_size
+    with communicator.accepting(given.op):
+        if isinstance(given, ToHeadsArguments):
+            made = [to_heads_output(given, size)]
+        else:
+            made = from_heads_outputs(given, size)
+    return Started(made, FORMS[given.op](communicator, (given, *made), async_op=True))
 
 
 def _save_to_heads(ctx: Any, given: ToHeadsArguments, output: Tensor) -> None:
@@ -491,12 +472,6 @@ def from_heads_outputs(given: FromHeadsArguments, size: Any) -> list[Tensor]:
     if given.return_received:
         made.append(input.new_empty([size, rows, *between, input.shape[-1]]).flatten(1, -2))
     return made
-
-
-def _start_from_heads(communicator: Communicator, given: FromHeadsArguments) -> Started:
-    with communicator.accepting(FROM_HEADS):
-        made = from_heads_outputs(given, communicator.world_size)
-    return Started(made, FORMS[FROM_HEADS](communicator, (given, *made), async_op=True))
 
 
 def _save_from_heads(ctx: Any, given: FromHeadsArguments, outputs: Sequence[Tensor]) -> None:
@@ -538,7 +513,7 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
 # -- references: one process plays all ranks --------------------------------------------------------
 
 
-def _alike(ranks: Sequence[ToHeadsArguments | FromHeadsArguments]) -> list[Tensor | None]:
+def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
     """Return the biases of ranks, after a check that their tensors fit together."""
     op, first = ranks[0].op, ranks[0]
     checks.algorithm_and_dtype(first.input, first)
@@ -584,7 +559,7 @@ OPS = (
     Op(
         TO_HEADS,
         ToHeadsArguments,
-        _start_to_heads,
+        _start,
         to_heads_output,
         OpGradient(_save_to_heads, _to_heads_gradients),
         {"input, weight or bias": ("input", "weight", "bias")},
@@ -598,7 +573,7 @@ OPS = (
     Op(
         FROM_HEADS,
         FromHeadsArguments,
-        _start_from_heads,
+        _start,
         from_heads_outputs,
         OpGradient(_save_from_heads, _from_heads_gradients),
         several=True,

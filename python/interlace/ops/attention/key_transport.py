@@ -26,12 +26,8 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Rows, Table
 from interlace.kernels.attention import forward
-from interlace.ops.attention.blocks import (
-    KernelBlocks,
-    blocks_of,
-)
+from interlace.ops.attention.blocks import KernelBlocks, blocks_of
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult, rows_argument
-from interlace.ops.collectives import launch
 from interlace.ops.matmul import operands
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -302,7 +298,7 @@ def all_gather_attention_fused(
 ) -> Event:
     """Gather all ranks' keys, wait and compute in one kernel; its programs or the copy engine send."""
     communicator, shards, rank = problem.communicator, problem.shards, problem.rank
-    packed, place, lengths = problem.packed(), communicator.place, shards.lengths
+    packed, lengths = problem.packed(), shards.lengths
     blocks = KernelBlocks(problem, problem.query.shape, configuration)
     blocks.begin(problem.query)
     size = max(1, formulas.ceil_div(max(lengths), configuration.chunks))
@@ -327,38 +323,29 @@ def all_gather_attention_fused(
     nbytes = shards.total * problem.row_elements * packed.element_size()
     layout = Layout(formulas.chunk_slots(lengths, size), nbytes)
 
-    def body(workspace: Workspace) -> None:
-        copiers = min(configuration.copiers, len(lines), max(1, place.program_limit // 4))
-        tiles = blocks.query_tiles
-        if lines and not (copiers and tiles):
-            launch.send_by_copy_engine(communicator, workspace, lines, [(packed, 0)])
-            copiers = 0
-        if tiles:
-            resident = max(
-                copiers + 1, launch.resident_programs(communicator, configuration, copiers)
-            )
-            arguments = {
-                "keys": Rows(packed, packed.stride(0)),
-                "queries": rows_argument(blocks.query),
-                "spans": blocks.spans,
-                "partials": blocks.partials,
-                "sends": Table(sends, len(lines)),
-                "parts": Table(parts, len(arrivals)),
-                "heads": blocks.heads,
-                "scale": blocks.scale,
-                **operands.copies(configuration, copiers),
-                "TILES": blocks.tiles,
-            }
-            kernel = forward.all_gather_attention_kernel
-            grid = formulas.persistent_grid(copiers, tiles, resident)
-            options = operands.launch_options(configuration)
-            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
-        else:
-            # No tile, so no program has waited; but keys that arrive late would hit the next op.
-            for source in [each for each in arrivals if each != rank]:
-                first, count = slots_of(source)
-                for slot in range(first, first + count):
-                    communicator.compute.wait(workspace, source, slot)
+    arguments = {
+        "keys": Rows(packed, packed.stride(0)),
+        "queries": rows_argument(blocks.query),
+        "spans": blocks.spans,
+        "partials": blocks.partials,
+        "sends": Table(sends, len(lines)),
+        "parts": Table(parts, len(arrivals)),
+        "heads": blocks.heads,
+        "scale": blocks.scale,
+        "TILES": blocks.tiles,
+    }
+
+    def arriving() -> Iterator[tuple[int, int]]:
+        for source in [each for each in arrivals if each != rank]:
+            first, count = slots_of(source)
+            for slot in range(first, first + count):
+                yield source, slot
+
+    options = operands.launch_options(configuration)
+    launch = forward.all_gather_attention_kernel, arguments, options
+    about = problem.op, layout, configuration, launch, (lines, packed), blocks.query_tiles, arriving
+
+    def merge(_: Workspace) -> None:
         blocks.merge(output, lse)
 
-    return communicator.enqueue(problem.op, layout, body)
+    return operands.enqueue_with_sends(communicator, *about, merge)

@@ -347,29 +347,6 @@ Tensor = torch.Tensor
 MERGES = 16  # roundings of an element where partial results are merged
 
 
-def visible(
-    tokens: int,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Return ``[tokens, tokens]``: whether a query sees a key, both by their position in the sequence."""
-    query, key = torch.arange(tokens).unsqueeze(1), torch.arange(tokens)
-    mask = torch.ones(tokens, tokens, dtype=torch.bool)
-    if causal:
-        mask &= key <= query
-    before, after = window
-    if before >= 0:
-        mask &= key >= query - before
-    if after >= 0:
-        mask &= key <= query + after
-    if cu_seqlens is not None:
-        number = torch.bucketize(key, cu_seqlens.long(), right=True)
-        mask &= (number == number.unsqueeze(1)) & (number < len(cu_seqlens))
-    return mask
-
-
 class AttentionReference:
     """A reference for ``[batch, heads, tokens, size]``; keys may have fewer heads. Results are float64."""
 

@@ -28,11 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.ops.attention.blocks import (
-    Blocks,
-    blocks_of,
-    differentiate_all,
-)
+from interlace.ops.attention.blocks import Blocks, blocks_of, differentiate_all
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult
 from interlace.ops.collectives.launch import others, wait_for_all
 from interlace.runtime.core.call import Call
@@ -87,7 +83,6 @@ class Piece(NamedTuple):
         return math.prod(self.shape(rows, rank)) * self.dtype.itemsize
 
     def tensors(self, packed: Tensor, rank: int | None = None) -> list[Tensor]:
-        """Return the tensors in packed rows."""
         lines = self._lines(rank)
         parts = torch.split(packed, [math.prod(lines) * size for size in self.sizes], 1)
         shapes = [(len(packed), *lines, size) for size in self.sizes]

@@ -12,13 +12,9 @@ asked for.
 
 All tensors here are flat and contiguous. Other reductions are ``reductions.fold``'s, in rank order.
 
-The one-shot collectives whose words carry their flags: the launch side of their kernels.
-
-They have a separate buffer, which no other op touches: it holds only words of older epochs. It is as large
-as the largest message so far needed. When it grows, it starts again, epochs too. All ranks see the same
-sizes, so their buffers grow at the same op.
-
-All tensors here are flat and contiguous.
+The one-shot collectives, whose words carry their flags, have a separate buffer, which no other op touches:
+it holds only words of older epochs. It is as large as the largest message so far needed. When it grows, it
+starts again, epochs too. All ranks see the same sizes, so their buffers grow at the same op.
 """
 
 import math

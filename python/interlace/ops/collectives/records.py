@@ -46,6 +46,7 @@ Length = torch.SymInt
 Tensors = list[Tensor]
 ALGORITHMS = ("kernel", "copy", "multimem")
 Outputs = list[Tensors]
+OPS: list[Op] = []
 
 
 def _record(
@@ -82,7 +83,7 @@ def _record(
     by_name = None
     if gradient is not None:
         by_name = OpGradient(_save, lambda ctx, grad: {"input": gradient(ctx, grad)})
-    return Op(
+    op = Op(
         name,
         arguments,
         start,
@@ -93,6 +94,8 @@ def _record(
         algorithms={each: _kernels(name, each) for each in algorithms},
         examples=examples,
     )
+    OPS.append(op)
+    return op
 
 
 def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
 def _save(ctx: Any, given: Any, output: Tensor) -> None:
     """Save the arguments, without the tensors unless the reduction's gradient needs them."""
     tensors, reduce_op = [], getattr(given, "reduce_op", "")
-    if isinstance(given, (AllReduceArguments, ReduceScatterArguments)):
+    if type(given) in (AllReduceArguments, ReduceScatterArguments):
         tensors += [given.input] if reduce_op in ("max", "min", "product") else []
         tensors += [output] if reduce_op in ("max", "min") else []
     ctx.save_for_backward(*tensors)
@@ -139,7 +142,22 @@ def _copies(tensor: Tensor, size: int) -> Outputs:
 
 def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
     """Return ``tensor`` for ``root``, zeros for other ranks."""
+    _check_root("dst", root, size)
     return [[tensor if rank == root else torch.zeros_like(tensor)] for rank in range(size)]
+
+
+def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
+    """Return a gradient that calls ``op`` on the output's gradient.
+
+    ``arguments``: names of the call's arguments, which ``op`` gets in this order; or "sum".
+    """
+
+    def gradient(ctx: Any, grad: Tensor) -> Tensor:
+        given = [ctx.call.get(name, name) for name in arguments]
+        part = wait(getattr(_ops, op)(grad, *given, ctx.size, ctx.name))
+        return part if ctx.input_dim else part.reshape(())
+
+    return gradient
 
 
 # -- reductions --------------------------------------------------------------------------------
@@ -252,13 +270,8 @@ REDUCE_SCATTER = _record(
 
 
 @dataclass
-class ReduceArguments:
-    input: Tensor
-    reduce_op: str
+class ReduceArguments(AllReduceArguments):
     dst: int
-
-    def outputs(self, size: Any) -> Tensor:
-        return shapes.like(self.input)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         """Reduce to ``dst``; other ranks get zeros."""
@@ -279,13 +292,14 @@ def _gradient_of_reduce(ctx: Any, grad: Tensor) -> Tensor:
     return own if reduce_op == "sum" else own / ctx.size
 
 
-def _reduce_on_all(ranks: Sequence[Any], size: int) -> Outputs:
-    dst = ranks[0].dst
-    _check_root("dst", dst, size)
-    return _only_on(dst, reduced("reduce", inputs(ranks), ranks[0].reduce_op), size)
-
-
-REDUCE = _record("reduce", ReduceArguments, _gradient_of_reduce, _reduce_on_all)
+REDUCE = _record(
+    "reduce",
+    ReduceArguments,
+    _gradient_of_reduce,
+    lambda ranks, size: _only_on(
+        ranks[0].dst, reduced("reduce", inputs(ranks), ranks[0].reduce_op), size
+    ),
+)
 
 
 # -- gathers and scatters ----------------------------------------------------------------------
@@ -307,11 +321,6 @@ class AllGatherArguments:
         return rootless._all_gather(group, (whole, self.input), (), True)
 
 
-def _gradient_of_all_gather(ctx: Any, grad: Tensor) -> Tensor:
-    part = wait(_ops.reduce_scatter(grad, "sum", ctx.call["gather_dim"], ctx.size, ctx.name))
-    return part if ctx.input_dim else part.reshape(())
-
-
 def gathered(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
     """Concatenate all ranks' inputs along ``dim``."""
     alike(op, "input", inputs)
@@ -324,7 +333,7 @@ def gathered(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
 ALL_GATHER = _record(
     "all_gather",
     AllGatherArguments,
-    _gradient_of_all_gather,
+    _calls("reduce_scatter", "sum", "gather_dim"),
     lambda ranks, size: _copies(
         gathered("all_gather", inputs(ranks), ranks[0].gather_dim, size), size
     ),
@@ -354,19 +363,15 @@ class GatherArguments:
         return rooted._gather(group, (self.input, parts), (None, self.dst), True)
 
 
-def _gradient_of_gather(ctx: Any, grad: Tensor) -> Tensor:
-    given = ctx.call
-    part = wait(_ops.scatter(grad, given["dst"], given["gather_dim"], ctx.size, ctx.name))
-    return part if ctx.input_dim else part.reshape(())
-
-
-def _gather_on_all(ranks: Sequence[Any], size: int) -> Outputs:
-    dst = ranks[0].dst
-    _check_root("dst", dst, size)
-    return _only_on(dst, gathered("gather", inputs(ranks), ranks[0].gather_dim, size), size)
-
-
-GATHER = _record("gather", GatherArguments, _gradient_of_gather, _gather_on_all, input=own_rows)
+GATHER = _record(
+    "gather",
+    GatherArguments,
+    _calls("scatter", "dst", "gather_dim"),
+    lambda ranks, size: _only_on(
+        ranks[0].dst, gathered("gather", inputs(ranks), ranks[0].gather_dim, size), size
+    ),
+    input=own_rows,
+)
 
 
 @dataclass
@@ -386,10 +391,6 @@ class ScatterArguments:
         return rooted._scatter(group, (output, parts), (None, self.src), True)
 
 
-def _gradient_of_scatter(ctx: Any, grad: Tensor) -> Tensor:
-    return wait(_ops.gather(grad, ctx.call["src"], ctx.call["scatter_dim"], ctx.size, ctx.name))
-
-
 def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     src, dim = ranks[0].src, ranks[0].scatter_dim
     _check_root("src", src, size)
@@ -398,7 +399,9 @@ def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     return _slices(ranks[src].input, dim, size)
 
 
-SCATTER = _record("scatter", ScatterArguments, _gradient_of_scatter, _scatter_on_all)
+SCATTER = _record(
+    "scatter", ScatterArguments, _calls("gather", "src", "scatter_dim"), _scatter_on_all
+)
 
 
 # -- other moves -------------------------------------------------------------------------------
@@ -419,10 +422,6 @@ class BroadcastArguments:
         return rooted._broadcast(group, (output,), (None, self.src), True)
 
 
-def _gradient_of_broadcast(ctx: Any, grad: Tensor) -> Tensor:
-    return wait(_ops.reduce(grad, "sum", ctx.call["src"], ctx.size, ctx.name))
-
-
 def _broadcast_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     src = ranks[0].src
     _check_root("src", src, size)
@@ -434,7 +433,7 @@ def _broadcast_on_all(ranks: Sequence[Any], size: int) -> Outputs:
 BROADCAST = _record(
     "broadcast",
     BroadcastArguments,
-    _gradient_of_broadcast,
+    _calls("reduce", "sum", "src"),
     _broadcast_on_all,
     ("copy", "low_latency"),
 )
@@ -456,11 +455,6 @@ class AllToAllArguments:
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         return _all_to_all_single(group, (output, self.input), self.splits, True)
-
-
-def _gradient_of_all_to_all(ctx: Any, grad: Tensor) -> Tensor:
-    received, sent = ctx.call["output_split_sizes"], ctx.call["input_split_sizes"]
-    return wait(_ops.all_to_all(grad, sent, received, ctx.size, ctx.name))
 
 
 def _all_to_all_on_all(ranks: Sequence[Any], size: int) -> Outputs:
@@ -494,7 +488,7 @@ def _split(rank: int, tensor: Tensor, sizes: Sequence[int] | None, size: int) ->
 ALL_TO_ALL = _record(
     "all_to_all",
     AllToAllArguments,
-    _gradient_of_all_to_all,
+    _calls("all_to_all", "input_split_sizes", "output_split_sizes"),
     _all_to_all_on_all,
     input_split_sizes=lambda setting: list(setting.rows) if setting.uneven else None,
     output_split_sizes=lambda setting: [setting.own] * setting.size if setting.uneven else None,
@@ -540,7 +534,7 @@ class RankArguments:
     input: Tensor
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.number(self.input, size)
+        return torch.empty((), dtype=torch.int64, device=self.input.device)
 
     def fill(self, group: Communicator, output: Tensor) -> None:
         output.fill_(group.rank)
@@ -553,17 +547,4 @@ RANK = _record(
     lambda ranks, size: [
         [torch.tensor(rank, device=ranks[0].input.device)] for rank in range(size)
     ],
-)
-
-OPS = (
-    ALL_REDUCE,
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    ALL_TO_ALL,
-    BROADCAST,
-    REDUCE,
-    PERMUTE,
-    GATHER,
-    SCATTER,
-    RANK,
 )

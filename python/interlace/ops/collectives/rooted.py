@@ -51,18 +51,13 @@ def checked_broadcast(
         call = remember(communicator, key, Call("broadcast", terms))
     if algorithm == "auto" and data.is_contiguous():
         return functools.partial(communicator.engine.broadcast, call, data, root), (tensor,), call
-    start = functools.partial(_launch_broadcast, communicator, call, data, root, algorithm)
+
+    def start() -> Event | None:
+        made = contiguous(data)
+        event = stream_engine.serving(communicator, algorithm).broadcast(call, made, root)
+        return event if is_root else copied_back(communicator, [data], [made], event)
+
     return start, (tensor,), call
-
-
-def _launch_broadcast(
-    communicator: Communicator, call: Call, data: torch.Tensor, root: int, algorithm: str
-) -> Event | None:
-    made = contiguous(data)
-    event = stream_engine.serving(communicator, algorithm).broadcast(call, made, root)
-    if made is data or communicator.rank == root:
-        return event
-    return copied_back(communicator, [data], [made], event)
 
 
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
@@ -112,23 +107,15 @@ def checked_reduce(
             ("root", root),
         )
         call = remember(communicator, key, Call("reduce", terms))
-    start = functools.partial(_launch_reduce, communicator, call, data, name, factor, root)
+
+    def start() -> Event | None:
+        made, reducing = words.dense(data, name, factor)
+        event = communicator.engine.reduce_to(call, made, root, reducing)
+        if communicator.rank != root:
+            return event
+        return copied_back(communicator, [data], [made], event)
+
     return start, (tensor,), call
-
-
-def _launch_reduce(
-    communicator: Communicator,
-    call: Call,
-    data: torch.Tensor,
-    name: str,
-    factor: words.Factor,
-    root: int,
-) -> Event | None:
-    made, name = words.dense(data, name, factor)
-    event = communicator.engine.reduce_to(call, made, root, name)
-    if made is data or communicator.rank != root:
-        return event
-    return copied_back(communicator, [data], [made], event)
 
 
 _reduce = internal_form("reduce", checked_reduce)

@@ -51,21 +51,13 @@ def checked_all_reduce(
     if factor is None and algorithm == "auto" and data.is_contiguous():
         reduce = communicator.engine.reduce
         return functools.partial(reduce, call, (data,), data, name, TO_ALL), (tensor,), call
-    start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
+
+    def start() -> Event | None:
+        made, reducing = words.dense(data, name, factor)
+        event = stream_engine.serving(communicator, algorithm).all_reduce(call, made, reducing)
+        return copied_back(communicator, [data], [made], event)
+
     return start, (tensor,), call
-
-
-def _launch_all_reduce(
-    communicator: Communicator,
-    call: Call,
-    data: torch.Tensor,
-    name: str,
-    factor: words.Factor,
-    algorithm: str,
-) -> Event | None:
-    made, name = words.dense(data, name, factor)
-    event = stream_engine.serving(communicator, algorithm).all_reduce(call, made, name)
-    return event if made is data else copied_back(communicator, [data], [made], event)
 
 
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
@@ -229,19 +221,12 @@ def checked_all_gather(
             ("algorithm", algorithm),
         )
         call = remember(communicator, key, Call("all_gather", terms))
-    start = functools.partial(_launch_all_gather, communicator, call, outputs, data, algorithm)
+
+    def start() -> Event | None:
+        made, engine = contiguous(data), stream_engine.serving(communicator, algorithm)
+        return filled(communicator, outputs, lambda targets: engine.all_gather(call, targets, made))
+
     return start, given, call
-
-
-def _launch_all_gather(
-    communicator: Communicator,
-    call: Call,
-    outputs: list[torch.Tensor],
-    data: torch.Tensor,
-    algorithm: str,
-) -> Event | None:
-    made, serving = contiguous(data), stream_engine.serving(communicator, algorithm)
-    return filled(communicator, outputs, lambda targets: serving.all_gather(call, targets, made))
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
@@ -331,28 +316,19 @@ def checked_reduce_scatter(
             ("algorithm", algorithm),
         )
         call = remember(communicator, key, Call("reduce_scatter", terms))
-    of = inputs, name, factor, algorithm
-    start = functools.partial(_launch_reduce_scatter, communicator, call, out, *of)
+
+    def start() -> Event | None:
+        made = [words.dense(each, name, factor)[0] for each in inputs]
+        engine, reducing = stream_engine.serving(communicator, algorithm), name
+        if factor is not None:
+            reducing = "sum"
+
+        def run(targets: Sequence[torch.Tensor]) -> Event | None:
+            return engine.reduce_scatter(call, targets[0], made, reducing)
+
+        return filled(communicator, [out], run)
+
     return start, (output,), call
-
-
-def _launch_reduce_scatter(
-    communicator: Communicator,
-    call: Call,
-    out: torch.Tensor,
-    inputs: list[torch.Tensor],
-    name: str,
-    factor: words.Factor,
-    algorithm: str,
-) -> Event | None:
-    made = [words.dense(each, name, factor)[0] for each in inputs]
-    reducing = name if factor is None else "sum"
-    serving = stream_engine.serving(communicator, algorithm)
-    return filled(
-        communicator,
-        [out],
-        lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
-    )
 
 
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
@@ -517,9 +493,7 @@ def _of_lists(
 
 _all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], checked_all_reduce)
 _all_gather_coalesced = _of_lists(
-    "all_gather_coalesced",
-    ["output_tensor_lists", "input_tensor_list"],
-    checked_all_gather,
+    "all_gather_coalesced", ["output_tensor_lists", "input_tensor_list"], checked_all_gather
 )
 _all_gather_into_tensor_coalesced = _of_lists(
     "all_gather_into_tensor_coalesced", ["outputs", "inputs"], checked_all_gather

@@ -156,24 +156,11 @@ class StreamEngine(Engine):
         small: int | None = None,
         reduction: str | None = None,
     ) -> str:
-        """The kernel to run, or "copy". ``small``: bytes for a low-latency one. ``reduction``: if any."""
-        algorithm = self._allowed(call, dtype, reduction)
-        if elements == 0:
-            algorithm = "copy"
-        if algorithm == "auto":
-            supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)
-            algorithm = tuning.choose_collective(
-                self._communicator.place,
-                small if reduction is None or supported else None,
-                kernel=supported,
-                multicast=lambda: reduction is None and self._communicator.arena.multicast(),
-            )
-        name_algorithm(algorithm)
-        return algorithm
+        """The kernel to run, or "copy"; raises if the one that ``call`` names cannot do it.
 
-    def _allowed(self, call: Call, dtype: torch.dtype, reduction: str | None) -> str:
-        """The algorithm that ``call`` names; raises if it cannot do it."""
-        place = self._communicator.place
+        ``small``: bytes for a low-latency one. ``reduction``: if any.
+        """
+        place, multicast = self._communicator.place, self._communicator.arena.multicast
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)
         if algorithm == "kernel" and not supported:
@@ -181,15 +168,21 @@ class StreamEngine(Engine):
                 f'{call.op}: algorithm="kernel" does sum and avg of float32, float16 and bfloat16, '
                 f'not op "{reduction or "sum"}" of {dtype}'
             )
-        if (
-            algorithm == "multimem"
-            and not place.interpreted
-            and not self._communicator.arena.multicast()
-        ):
+        if algorithm == "multimem" and not (place.interpreted or multicast()):
             raise PlaceUnavailableError(
                 f'{call.op}: algorithm="multimem" needs memory with a multicast address, and this group\'s '
                 f"has none, on rank {self.rank}: its GPUs have no NVLink switch, or ranks share a GPU"
             )
+        if elements == 0:
+            algorithm = "copy"
+        if algorithm == "auto":
+            algorithm = tuning.choose_collective(
+                place,
+                small if reduction is None or supported else None,
+                kernel=supported,
+                multicast=lambda: reduction is None and multicast(),
+            )
+        name_algorithm(algorithm)
         return algorithm
 
     def agree(self, call: Call) -> list[Any]:
@@ -300,10 +293,7 @@ def _refuse(op: str, why_not: str) -> None:
 
 
 def _gather_by_kernel(
-    communicator: Communicator,
-    outputs: Sequence[torch.Tensor],
-    input: torch.Tensor,
-    algorithm: str,
+    communicator: Communicator, outputs: Sequence[torch.Tensor], input: torch.Tensor, algorithm: str
 ) -> Event:
     """An all_gather of at least one element; ``algorithm`` names the kernel.
 

@@ -6,7 +6,6 @@ Rows may travel as fp8, with a scale for each token and 128 channels.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +14,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import (
-    FusedAlgorithm,
-    Group,
-    Splits,
-)
+from interlace.arguments.words import FusedAlgorithm, Group, Splits
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.experts import counted, grouped, grouped_combine
@@ -27,9 +22,9 @@ from interlace.ops.experts.combine import COMBINE, CombineArguments, combine_row
 from interlace.ops.experts.dispatch import (
     DISPATCH,
     DispatchArguments,
+    arguments_of,
     dispatch_rows,
     named,
-    values_and_scales,
 )
 from interlace.ops.experts.grouped import GroupedArguments, row_counts
 from interlace.ops.experts.grouped_combine import (
@@ -49,17 +44,11 @@ from interlace.ops.experts.routing import (
     dispatch_number,
     flat,
     routing_for,
-    routing_of,
 )
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.op import OPS, Op
-from interlace.ops.op.recording import (
-    ContinuedWork,
-    run_recorded,
-    seen,
-    unseen,
-)
+from interlace.ops.op.recording import ContinuedWork, run_recorded, seen, unseen
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.work import Work
@@ -142,12 +131,10 @@ def _dispatched(
     async_op: bool,
     **how: Any,
 ) -> Any:
-    x, topk_idx, topk_weights, num_experts = operands
+    x, topk_idx, *others = operands
     how["num_max_dispatch_tokens_per_rank"] = most
-    tokens = x if isinstance(x, Scaled) else None
-    communicator = resolve(group).on(x if tokens is None else tokens.values, topk_idx)
+    communicator = resolve(group).on(x.values if isinstance(x, Scaled) else x, topk_idx)
     number = dispatch_number(communicator)
-    terms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     with communicator.accepting(DISPATCH):
         checks.flag("use_fp8", use_fp8)
         if use_fp8:
@@ -156,24 +143,18 @@ def _dispatched(
                     "use_fp8 quantizes x, which has scales already; pass use_fp8=False"
                 )
             x = quantize(x)
-        if tokens is not None:
-            x, terms = block_scaled.packed_tokens(tokens)
-        data, scales = values_and_scales(x)
-        routing = routing_of(num_experts, **how)
-    arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
+        arguments, terms = arguments_of(x, topk_idx, *others, **how)
 
     def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
-        received, handle = named(made, arguments, communicator)
-        if tokens is not None:
-            rows: Any = unpacked_rows(received.x, tokens.kind, tokens.shape[-1])
-            received = received._replace(x=rows)
+        received, handle = named(made, arguments, communicator, x)
         return received, handle._replace(number=number)
 
     def run(given: DispatchArguments, async_op: bool) -> Any:
         with terms:
             return dispatch_rows(communicator, (given, None), async_op=async_op)
 
-    if requires_gradients(data, scales, topk_idx, topk_weights):
+    floats = arguments.input, arguments.scales, arguments.topk_weights
+    if requires_gradients(*floats, topk_idx):
         return run_recorded(OPS[DISPATCH], communicator, arguments, run, finish, async_op)
     made = run(arguments, async_op)
     return ContinuedWork(made, finish) if async_op else finish(made)
@@ -269,11 +250,7 @@ def _sums(
 
 
 def permute(
-    x: Tensor | Scaled,
-    topk_idx: Tensor,
-    num_experts: int,
-    *,
-    num_out_tokens: int | None = None,
+    x: Tensor | Scaled, topk_idx: Tensor, num_experts: int, *, num_out_tokens: int | None = None
 ) -> tuple[Tensor | Scaled, Tensor]:
     """Return the rows of ``x`` by expert, and their number for each expert, for the grouped matmuls.
 

@@ -26,8 +26,8 @@ from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import wait_for_all
 from interlace.ops.experts.dispatch import (
     MAX_REGISTERS,
-    RowExchange,
     as_many,
+    exchanged_rows,
     row_moves,
     slot_rows,
     sorted_places,
@@ -177,8 +177,7 @@ class Combine:
 
     def unfused(self, routes: HostRoutes) -> Event:
         order = sorted_places(routes.segments(self.communicator.rank)).to(self.rows.device)
-        exchange = RowExchange(self.communicator, routes)
-        back = exchange.back(self.rows, order)
+        back = exchanged_rows(self.communicator, routes, self.rows, order, back=True)
         self.home.sum_rows(self.communicator, back)
         return self.communicator.compute.record()
 
@@ -233,11 +232,7 @@ def _prepared(
         raise ValueError(f"y must have 2 dimensions (rows, n), got {tuple(rows.shape)}")
     checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
     algorithm = resolved(communicator, routing.algorithm)
-    if algorithm == "fused" and routing.algorithm == "fused" and rows.dtype not in FUSED_DTYPES:
-        raise TypeError(
-            f'algorithm="fused" supports float32, float16 and bfloat16, y is {rows.dtype}; use '
-            'another one or "auto"'
-        )
+    checks.fused_dtype(routing.algorithm, "y", rows.dtype, 'another one or "auto"')
     if not rows.shape[1] or (algorithm == "fused" and rows.dtype not in FUSED_DTYPES):
         algorithm = "unfused"
     assignment = assignment_of(communicator, routing, given.topk_idx, None)
@@ -340,7 +335,6 @@ combine_rows = composed_form(COMBINE, _prepared)
 def home_of(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, outputs: list[Tensor] | None
 ) -> Home:
-    """Return the home of ``rows``."""
     made = outputs or results_of(rows, inverse, False)
     return Home(inverse, weights, made[0], made[1] if made[1:] else None)
 

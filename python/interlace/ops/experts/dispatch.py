@@ -1,8 +1,5 @@
 """Dispatch: rows of tokens to their experts; ``routing.py`` says in which order.
 
-A call is checked, compared with the other ranks (a mismatch raises on every rank before any data moves),
-and passed to an algorithm.
-
 ``fused``      two Triton kernels, which need no count on the host (``kernels/experts/dispatch.py``)
 ``pipelined``  torch gathers the rows for one rank after another, directly into its workspace; the receiver
                sorts them by expert, source by source, as they arrive
@@ -16,6 +13,7 @@ a graph learns when it runs. The gradient of the rows is a combine of the rows' 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,9 +45,12 @@ from interlace.ops.experts.routing import (
     measured,
     next_power,
     resolved,
+    routing_of,
     senders_of,
     weights_of,
 )
+from interlace.ops.matmul.block_scaled import packed_tokens
+from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
@@ -247,10 +248,9 @@ class Dispatch:
     def unfused(self, routes: HostRoutes, weights: Tensor | None) -> Event:
         compute, segments = self.communicator.compute, routes.segments(self.communicator.rank)
         self.result.segments.copy_(segments)
-        exchange = RowExchange(self.communicator, routes)
         order = sorted_places(segments).to(self.x.device)
         for given, index, to in self._parts(routes, weights):
-            arrived = exchange.there(given, index)
+            arrived = exchanged_rows(self.communicator, routes, given, index)
             if arrived.numel():
                 scatter = partial(to.index_copy_, 0, order, arrived)
                 compute.call(scatter, "rows by expert")
@@ -282,51 +282,42 @@ def sorted_places(segments: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class RowExchange:
-    """All-to-alls of rows between their home ranks and their experts' ranks."""
+def exchanged_rows(
+    communicator: Communicator,
+    routes: HostRoutes,
+    tensor: Tensor,
+    index: Tensor,
+    *,
+    back: bool = False,
+) -> Tensor:
+    """Send home rows ``tensor[index]`` to their experts, where they arrive by source, then expert.
 
-    communicator: Communicator
-    routes: HostRoutes
-
-    def _sizes(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows that go to each rank, and that come from it."""
-        rows, rank = self.routes.sizes(), self.communicator.rank
-        return rows[rank].tolist(), rows[:, rank].tolist()
-
-    def there(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Send home rows ``tensor[index]`` to their experts; they arrive by source, then expert."""
-        return self._moved("to experts", tensor, index, *self._sizes())
-
-    def back(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Send rows back, the inverse; ``index`` lists them by source, then expert."""
-        sent, received = self._sizes()
-        return self._moved("back", tensor, index, received, sent)
-
-    def _moved(
-        self, way: str, tensor: Tensor, index: Tensor, sent: list[int], received: list[int]
-    ) -> Tensor:
-        communicator, compute = self.communicator, self.communicator.compute
-        rows = tensor.new_empty(sum(sent), tensor.shape[1])
-        # No op of the streams precedes this, so the streams must wait for the tensors to read.
-        compute.wait_event(communicator.place.record_current())
-        if rows.numel():
-            gather = partial(torch.index_select, tensor.contiguous(), 0, index, out=rows)
-            compute.call(gather, f"rows {way}")
-        if communicator.world_size == 1:
-            return rows
-        made = rows.new_empty(sum(received), rows.shape[1])
-        counts = tuple(map(tuple, self.routes.counts.tolist()))
-        key = f"rows {way}", counts, rows.shape[1], rows.dtype
-        call = agreed_call(communicator, "all_to_all", key)
-        outputs = [part.view(-1) for part in torch.split(made, received)]
-        inputs = [part.view(-1) for part in torch.split(rows, sent)]
-        # The rows may still travel on the compute stream, and between nodes another stream sends.
-        communicator.copying.wait_event(compute.record())
-        event = communicator.engine.all_to_all(call, outputs, inputs)
-        if event is not None:
-            compute.wait_event(event)
-        return made
+    ``back``: the inverse; ``index`` lists the experts' rows in that order.
+    """
+    sizes, rank, way = routes.sizes(), communicator.rank, "back" if back else "to experts"
+    sent, received = sizes[rank].tolist(), sizes[:, rank].tolist()
+    if back:
+        sent, received = received, sent
+    compute, rows = communicator.compute, tensor.new_empty(sum(sent), tensor.shape[1])
+    # No op of the streams precedes this, so the streams must wait for the tensors to read.
+    compute.wait_event(communicator.place.record_current())
+    if rows.numel():
+        gather = partial(torch.index_select, tensor.contiguous(), 0, index, out=rows)
+        compute.call(gather, f"rows {way}")
+    if communicator.world_size == 1:
+        return rows
+    made = rows.new_empty(sum(received), rows.shape[1])
+    counts = tuple(map(tuple, routes.counts.tolist()))
+    key = f"rows {way}", counts, rows.shape[1], rows.dtype
+    call = agreed_call(communicator, "all_to_all", key)
+    outputs = [part.view(-1) for part in torch.split(made, received)]
+    inputs = [part.view(-1) for part in torch.split(rows, sent)]
+    # The rows may still travel on the compute stream, and between nodes another stream sends.
+    communicator.copying.wait_event(compute.record())
+    event = communicator.engine.all_to_all(call, outputs, inputs)
+    if event is not None:
+        compute.wait_event(event)
+    return made
 
 
 def _prepared(
@@ -452,15 +443,33 @@ def received_of(made: Sequence[Tensor], scaled: bool, weighted: bool) -> Receive
 # -- outputs and gradients -------------------------------------------------------------------------
 
 
+def arguments_of(
+    x: Any, topk_idx: Any, topk_weights: Any, num_experts: Any, **how: Any
+) -> tuple[DispatchArguments, AbstractContextManager[None]]:
+    """Return the record of a call, and a context for the call; ``how``: see :func:`routing_of`."""
+    terms: AbstractContextManager[None] = nullcontext()
+    if isinstance(x, Scaled):
+        x, terms = packed_tokens(x)
+    data, scales = values_and_scales(x)
+    routing = routing_of(num_experts, **how)
+    return DispatchArguments(data, scales, topk_idx, topk_weights, *routing), terms
+
+
 def named(
-    made: Sequence[Tensor], given: DispatchArguments, group: Any
+    made: Sequence[Tensor], given: DispatchArguments, group: Any, x: Any
 ) -> tuple[Received, DispatchHandle]:
-    """Return the list of :func:`results` by name, low-latency rows by expert; and the handle."""
+    """Return the list of :func:`results` by name, low-latency rows by expert; and the handle.
+
+    ``x``: the caller's. If it is block-scaled, so are the rows.
+    """
     received = received_of(made, given.scales is not None, given.topk_weights is not None)
     if given.packed:
         experts = received.segments.shape[0]
         scales = None if received.scales is None else _by_expert(received.scales, experts)
         received = received._replace(x=_by_expert(received.x, experts), scales=scales)
+    if isinstance(x, Scaled):
+        rows: Any = unpacked_rows(received.x, x.kind, x.shape[-1])
+        received = received._replace(x=rows)
     about = received.segments, given.topk_idx, given.topk_weights, given.routing
     return received, DispatchHandle(*about, group)
 

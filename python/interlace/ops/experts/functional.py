@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
-from interlace.ops.experts.dispatch import DispatchArguments, named, values_and_scales
+from interlace.ops.experts.dispatch import arguments_of, named
 from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import (
     ROUTED,
     GroupedCombineArguments,
     RoutedCombineArguments,
 )
-from interlace.ops.experts.routing import (
-    DispatchHandle,
-    Received,
-    choice,
-    flat,
-    routing_for,
-    routing_of,
-)
+from interlace.ops.experts.routing import DispatchHandle, Received, choice, flat, routing_for
 from interlace.ops.matmul import block_scaled
-from interlace.ops.matmul.formats import Scaled, unpacked_rows
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run, run_record
-
-if TYPE_CHECKING:
-    pass
 
 Tensor = torch.Tensor
 
@@ -67,29 +56,17 @@ def dispatch(
     [([[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0]]), ([[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0]])]
     """
     flag("dispatch", group, tag, "low_latency", low_latency)
-    rows: Any = x
-    terms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "low_latency": low_latency}
+    operands: Any = x, topk_idx, topk_weights, num_experts
     try:
-        if isinstance(x, Scaled):
-            rows, terms = block_scaled.packed_tokens(x)
-        data, scales = values_and_scales(rows)
-        routing = routing_of(
-            num_experts,
-            capacity=capacity,
-            num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
-            low_latency=low_latency,
-            algorithm=algorithm,
+        given, terms = arguments_of(
+            *operands, num_max_dispatch_tokens_per_rank=most, algorithm=algorithm, **how
         )
     except (TypeError, ValueError) as error:
         refuse("dispatch", group, tag, error)
-    check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
-    given = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
+    check("dispatch", group, tag, x=given.input, topk_idx=topk_idx, topk_weights=topk_weights)
     with terms:
-        received, handle = named(run_record("dispatch", group, tag, given), given, group)
-    if isinstance(x, Scaled):
-        rows = unpacked_rows(received.x, x.kind, x.shape[-1])
-        received = received._replace(x=rows)
-    return received, handle
+        return named(run_record("dispatch", group, tag, given), given, group, x)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:

@@ -11,10 +11,9 @@ belong to the rank's expert e and come from rank s. This is the order of torch's
 ``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
 (Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
 
-A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
-host message, which also carries every rank's splits. A mismatch raises on every rank before any data moves.
-Both ops share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get
-the numbers of rows on both sides as lists of ints, so their results are known before they run.
+The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's splits. Both ops
+share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get the
+numbers of rows on both sides as lists of ints, so their results are known before they run.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
@@ -43,7 +42,6 @@ from interlace.kernels.launch_formulas import Line
 from interlace.kernels.tiling import prefix_sums
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.all_to_all import whole_numbers
-from interlace.ops.collectives.launch import resident_programs, send_by_copy_engine
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
@@ -136,15 +134,7 @@ class Routes:
         """Return rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
-    def own_segments(self) -> list[RouteSegment]:
-        """Return the segments of rows that this rank has itself, by expert."""
-        return [each[self.rank] for each in self.mine]
-
     # -- for the kernel ------------------------------------------------------------------------
-
-    def chunk_rows(self, block_m: int, chunks: int) -> int:
-        """Return rows per chunk: whole tiles, and the longest segment in about ``chunks`` chunks."""
-        return formulas.chunk_rows([max(1, self.longest)], block_m, chunks)
 
     def slots(self, chunk_rows: int) -> int:
         """Return the signal slots that the rank with the most rows, or the most experts, needs."""
@@ -169,11 +159,6 @@ class Routes:
     def sources(self) -> list[int]:
         """Return all ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
         return [(self.rank - step) % self.world_size for step in range(self.world_size)]
-
-    def tiles(self, block_m: int, tiles_n: int) -> int:
-        """Return the number of tiles that this rank computes."""
-        rows = [segment.rows for expert in self.mine for segment in expert]
-        return formulas.tiles_of(rows, block_m, tiles_n)
 
 
 @dataclass
@@ -315,7 +300,6 @@ def checked_tensors(communicator: Communicator, given: GroupedArguments) -> Grou
 
 
 def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    """Return the arguments if they fit together on this rank."""
     return with_splits(checked_tensors(communicator, given), communicator.world_size)
 
 
@@ -338,12 +322,8 @@ def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
         raise ValueError(f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows")
     expected = None
     if call.output_splits is not None:
-        expected = row_counts("output_splits", call.output_splits)
-        if len(expected) != weight.shape[0] * world_size:
-            raise ValueError(
-                f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
-                f"{world_size} ranks make {weight.shape[0] * world_size}"
-            )
+        received = "output_splits", call.output_splits
+        expected = received_counts(*received, weight.shape[0], world_size)
     call.input_splits, call.output_splits = sent, expected
     return call
 
@@ -360,8 +340,18 @@ def row_counts(name: str, value: Any) -> list[int]:
     return numbers
 
 
+def received_counts(name: str, value: Any, experts: int, world_size: int) -> list[int]:
+    """Return :func:`row_counts` of each of this rank's ``experts`` from each rank."""
+    found = row_counts(name, value)
+    if len(found) != experts * world_size:
+        raise ValueError(
+            f"{name} has {len(found)} entries, {experts} experts and {world_size} ranks make "
+            f"{experts * world_size}"
+        )
+    return found
+
+
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
-    """Return the terms that must be equal on all ranks."""
     return (
         ("dtype of input", call.input.dtype),
         ("k of input", call.input.shape[1]),
@@ -452,48 +442,39 @@ class GroupedMatmul:
         """One kernel. Its first programs copy, or the copy engine sends."""
         communicator, input, routes = self.communicator, self.input, self.routes
         columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
-        size = routes.chunk_rows(configuration.block_m, configuration.chunks)
+        block_m = configuration.block_m
+        size = formulas.chunk_rows([max(1, routes.longest)], block_m, configuration.chunks)
         lines = routes.send_lines(size)
         key = (routes, size)
         sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
         segments = communicator.table(("grouped rows", *key), routes.segment_lines, passing=True)
         layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
         # Made before the op begins on the streams: they wait for all work the caller has issued by then.
-        known = expert_operands(communicator, input, self.linear, configuration)
+        arguments = {
+            **expert_operands(communicator, input, self.linear, configuration),
+            "sends": Table(sends, len(lines)),
+            "segments_ptr": segments,
+            "chunk_rows": size,
+        }
         tiles_n = formulas.ceil_div(columns, configuration.block_n)
-        tiles = routes.tiles(configuration.block_m, tiles_n)
+        rows = [segment.rows for expert in routes.mine for segment in expert]
+        tiles = formulas.tiles_of(rows, block_m, tiles_n)
 
-        def body(workspace: Workspace) -> None:
-            most = max(1, communicator.place.program_limit // 4)
-            copiers = min(configuration.copiers, len(lines), most)
-            if not copiers and lines:
-                send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
-            resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
-            arguments = {
-                **known,
-                **operands.copies(configuration, copiers),
-                "sends": Table(sends, len(lines)),
-                "segments_ptr": segments,
-                "chunk_rows": size,
-            }
-            grid = formulas.persistent_grid(copiers, tiles, resident)
-            kernel = kernels.grouped_matmul_kernel
-            options = operands.launch_options(configuration, input)
-            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
-            if not tiles:
-                # No tile, so no program has waited; but rows that arrive late would hit the next op.
-                for source, slot in routes.arrival_slots(size):
-                    communicator.compute.wait(workspace, source, slot)
+        def keep(workspace: Workspace) -> None:
             if self.received is not None:
                 shape = self.received.shape
                 self._keep(workspace.data(routes.rank, 0, shape, input.dtype), self.received)
 
-        return communicator.enqueue(self.op, layout, body)
+        options = operands.launch_options(configuration, input)
+        launch = kernels.grouped_matmul_kernel, arguments, options
+        about = self.op, layout, configuration, launch, (lines, input), tiles
+        arrivals = functools.partial(routes.arrival_slots, size)
+        return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
         """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
-        for own in [*self.routes.own_segments(), None]:
+        for own in [*(each[self.routes.rank] for each in self.routes.mine), None]:
             end = received.shape[0] if own is None else own.to
             if done < end:
                 copy(received[done:end], arrived[done:end], "received")

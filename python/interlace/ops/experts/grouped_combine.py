@@ -32,9 +32,9 @@ from interlace.ops.experts import combine, dispatch
 from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, of_sums, pipelined_home
 from interlace.ops.experts.dispatch import (
     DispatchArguments,
-    RowExchange,
     as_many,
     dispatch_rows,
+    exchanged_rows,
     sorted_places,
 )
 from interlace.ops.experts.grouped import (
@@ -44,7 +44,7 @@ from interlace.ops.experts.grouped import (
     expert_of,
     expert_operands,
     multiply_by_expert,
-    row_counts,
+    received_counts,
 )
 from interlace.ops.experts.products import of_products, of_weights
 from interlace.ops.experts.routing import (
@@ -180,20 +180,6 @@ class GroupedMatmulCombine:
     linear: Linear
     home: Home
 
-    def host_segments(self, routes: HostRoutes) -> Tensor:
-        """Return the segments' table of ``routes``, on the device."""
-        counts = tuple(map(tuple, routes.counts.tolist()))
-        key = ("segments of experts", self.communicator.rank, counts)
-        lines = routes.segments(self.communicator.rank).view(-1, 3)
-        return self.communicator.table(key, lines.tolist, passing=True)
-
-    def tiles(self, routes: HostRoutes, configuration: Configuration) -> int:
-        """Return the tiles of the rank that has most."""
-        tiles_n = formulas.ceil_div(self.home.output.shape[1], configuration.block_n)
-        tiles = (routes.counts + configuration.block_m - 1) // configuration.block_m
-        ranks = self.communicator.world_size
-        return int(tiles.view(ranks, ranks, -1).sum((0, 2)).max()) * tiles_n
-
     def fused(
         self, segments: Tensor, most_home_rows: int, grid: int, configuration: Configuration
     ) -> Event:
@@ -247,8 +233,8 @@ class GroupedMatmulCombine:
             rows = slice(line[0][0], line[-1][0] + line[-1][1])
             part = expert_of(self.linear, expert, product)
             operands.enqueue_product(communicator, input[rows], part, rows, f"expert {expert}")
-        exchange = RowExchange(communicator, routes)
-        self.home.sum_rows(communicator, exchange.back(product, order))
+        back = exchanged_rows(communicator, routes, product, order, back=True)
+        self.home.sum_rows(communicator, back)
         return communicator.compute.record()
 
 
@@ -263,15 +249,15 @@ def _prepared(
     call = checked(communicator, given)
     if isinstance(given, GroupedCombineArguments):
         splits = checked_splits(communicator, call, given.splits)
-        return _by_splits, (outputs,), (call, splits, not given.home_splits)
+        return _by_host, (outputs,), (call, splits, "", not given.home_splits)
     routing, segments = given.routing, given.segments
     if not routing.max_tokens:
         splits = checked_splits(communicator, call, segments[..., 1])
-        return _by_splits, (outputs,), (call, splits, False)
+        return _by_host, (outputs,), (call, splits)
     segments = combine.checked_segments(communicator, segments, routing, "input", call.input)
     algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
-        return _by_torch, (outputs,), (call, routing, algorithm)
+        return _by_host, (outputs,), (call, routing, algorithm)
     about = segments, call.assignment.inverse, call.weights, outputs
     tensors = (call.input, call.weight, call.bias, *about)
     return _planned, tensors, (routing, call.terms(), call.out_dtype, call.format)
@@ -300,12 +286,7 @@ def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
     """Return ``splits`` as ints, if they fit the rows."""
-    found, each = row_counts("splits", splits), call.weight.shape[0]
-    if len(found) != each * communicator.world_size:
-        raise ValueError(
-            f"splits has {len(found)} entries, {each} experts and {communicator.world_size} ranks make "
-            f"{each * communicator.world_size}"
-        )
+    found = received_counts("splits", splits, call.weight.shape[0], communicator.world_size)
     if sum(found) != call.input.shape[0]:
         raise ValueError(f"splits adds up to {sum(found)}, input has {call.input.shape[0]} rows")
     return found
@@ -390,55 +371,49 @@ def _op(
     return GroupedMatmulCombine(communicator, call.input, linear, home)
 
 
-def _with_splits(
+def _on_host(
     communicator: Communicator,
     outputs: list[Tensor] | None,
     call: CheckedCombine,
-    splits: list[int],
-    eager: bool,
+    splits: list[int] | Routing,
+    algorithm: str = "",
+    eager: bool = False,
 ) -> PreparedCall:
-    """Exchange all ranks' splits, so that the host knows the routes.
+    """Run with routes on the host, from all ranks' splits, or from counts after a dispatch with a bound.
 
     If an ``eager`` caller has allocated the ``outputs``, the result is the rows that this rank has sent, by
     expert.
     """
 
     def start() -> Outcome:
-        routes = HostRoutes(call.assignment, agree(communicator, call, splits), 0)
-        algorithm = _chosen(communicator, call, most := int(routes.counts.sum(1).max()))
-        op = _op(communicator, call, call.assignment.inverse, outputs)
-        name_algorithm(algorithm)
-        if algorithm == "fused":
-            chosen, resident = _configured(communicator, call, int(routes.counts.max()))
-            grid = formulas.persistent_grid(0, op.tiles(routes, chosen), resident)
-            event = op.fused(op.host_segments(routes), most, grid, chosen)
+        assignment, rows = call.assignment, 0
+        if isinstance(splits, Routing):
+            about = assignment.topk_idx.shape, call.terms(), assignment.counts
+            _, counts = agreed(communicator, OP, splits, *about)
+            assert counts is not None
+            rows = splits.expert_rows(communicator.world_size)
         else:
-            event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
+            counts = agree(communicator, call, splits)
+        routes, most = HostRoutes(assignment, counts, rows), int(counts.sum(1).max())
+        op = _op(communicator, call, assignment.inverse, outputs)
+        way = algorithm or _chosen(communicator, call, most)
+        name_algorithm(way)
+        if way == "fused":
+            rank, ranks = communicator.rank, communicator.world_size
+            key = ("segments of experts", rank, tuple(map(tuple, counts.tolist())))
+            lines = routes.segments(rank).view(-1, 3)
+            segments = communicator.table(key, lines.tolist, passing=True)
+            chosen, resident = _configured(communicator, call, int(counts.max()))
+            tiles = (counts + chosen.block_m - 1) // chosen.block_m
+            most_tiles = int(tiles.view(ranks, ranks, -1).sum((0, 2)).max())  # of a rank
+            most_tiles *= formulas.ceil_div(call.weight.shape[2], chosen.block_n)
+            grid = formulas.persistent_grid(0, most_tiles, resident)
+            event = op.fused(segments, most, grid, chosen)
+        else:
+            event = (op.pipelined if way == "pipelined" else op.unfused)(routes)
         if outputs is None:
             return Outcome(op.home.output, event)
-        return Outcome(routes.counts[communicator.rank].tolist() if eager else None, event)
-
-    return start, (), None
-
-
-def _with_counts(
-    communicator: Communicator,
-    outputs: list[Tensor] | None,
-    call: CheckedCombine,
-    routing: Routing,
-    algorithm: str,
-) -> PreparedCall:
-    """Run with torch after a dispatch with a bound; torch needs counts on the host."""
-
-    def start() -> Outcome:
-        shape, own = call.assignment.topk_idx.shape, call.assignment.counts
-        _, counts = agreed(communicator, OP, routing, shape, call.terms(), own)
-        assert counts is not None
-        routes = HostRoutes(call.assignment, counts, routing.expert_rows(communicator.world_size))
-        op = _op(communicator, call, call.assignment.inverse, outputs)
-        name_algorithm(algorithm)
-        event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
-        return Outcome(None if outputs else op.home.output, event)
+        return Outcome(counts[communicator.rank].tolist() if eager else None, event)
 
     return start, (), None
 
@@ -477,14 +452,12 @@ def _on_device(
 
 
 _planned = internal_form(OP, _on_device, fills=False)
-_by_splits = internal_form(OP, _with_splits)
-_by_torch = internal_form(OP, _with_counts)
+_by_host = internal_form(OP, _on_host)
 grouped_matmul_combine = composed_form(OP, _prepared)
 """Maps ``(arguments, outputs)`` to the results, for the arguments of either op."""
 
 
 def results(given: _Arguments, size: int) -> list[Tensor]:
-    """Allocate the results of either op."""
     input, weight, idx = given.input, given.weight, given.topk_idx
     if input.dim() != 2 or weight.dim() != 3 or idx.dim() != 2:
         raise ValueError(

@@ -114,8 +114,7 @@ def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 multiply_in_graph.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[2]))
 multiply_in_graph.register_autograd(
-    _gradients_of_multiply,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _gradients_of_multiply, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 _multiply_backward.register_fake(
     lambda grad, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape))

@@ -54,8 +54,7 @@ from interlace.ops.op.op import (
     Setting,
     Started,
     constant,
-    names_of_tensors,
-    tensors,
+    requires_gradients,
 )
 from interlace.ops.op.recording import ContinuedWork, call
 from interlace.runtime.compat.torch_modes import modes_active
@@ -306,9 +305,7 @@ def are_formatted(given: Any) -> bool:
 
 def learns(given: Any) -> bool:
     """Return whether autograd must record a call with this record."""
-    kind: Any = type(given)
-    every = tensors([getattr(given, name) for name in names_of_tensors(kind)])
-    return torch.is_grad_enabled() and any(each.requires_grad for each in every)
+    return requires_gradients(*vars(given).values())
 
 
 def _factors(given: Any) -> tuple[str, bool, list[Any]]:
@@ -459,9 +456,7 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or bool(modes_active())
 
 
-def packed_tokens(
-    tokens: Scaled,
-) -> tuple[torch.Tensor, contextlib.AbstractContextManager[None]]:
+def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, contextlib.AbstractContextManager[None]]:
     """Return the packed rows of a dispatch, ``(tokens, row_bytes)``, and a context that compares k."""
     if tokens.inner != -1 or tokens.values.dim() != 2:
         raise ValueError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from interlace.arguments.words import (
 from interlace.groups.specs import bound
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import NormedScaled, Scaled
-from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
+from interlace.ops.matmul.gather import OP, AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
@@ -89,19 +90,10 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record with weights and biases as callers pass them."""
-    op = "all_gather_matmul"
-    scaled = isinstance(given.input, Scaled) or isinstance(given.weights, Scaled)
-    if not (given.format or scaled):
-        return _gather(op, given, group, tag, save_gathered)
-    op, made, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    with terms:
-        results = _gather(op, made, group, tag, save_gathered)
-    return block_scaled.with_gathered(given.input, results) if given.return_gathered else results
-
-
-def _gather(
-    op: str, given: AllGatherMatmulArguments, group: FunctionalGroup, tag: str, save_gathered: bool
-) -> Any:
+    op, input, asked = OP, given.input, given.return_gathered
+    terms: AbstractContextManager[None] = nullcontext()
+    if given.format or isinstance(input, Scaled) or isinstance(given.weights, Scaled):
+        op, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
     weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
@@ -118,13 +110,13 @@ def _gather(
     for each in biases:
         if each is not None:
             check(op, group, tag, bias=each)
-    asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
     saved = save_gathered and not given.format and keeps(False, weights)
     given.return_gathered = asked or saved
-    made = run_record(op, group, tag, given)
+    with terms:
+        made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
-    return (made[len(weights)], outputs) if asked else outputs
+    return block_scaled.with_gathered(input, (made[len(weights)], outputs)) if asked else outputs
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
@@ -294,27 +286,12 @@ def reduce(
     tag: str = "",
 ) -> Any:
     """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
-    multiplies = op in (SCATTER, ALL_REDUCE)
+    scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    terms: AbstractContextManager[None] = nullcontext()
     scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
-    if not multiplies or not (given.format or scaled):
-        return _reduce(op, op, given, norm, quantize, group, tag)
-    of_blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    with terms:
-        return _reduce(op, of_blocks, given, norm, quantize, group, tag)
-
-
-def _reduce(
-    eager: str,
-    op: str,
-    given: ReductionArguments,
-    norm: Any,
-    quantize: Any,
-    group: FunctionalGroup,
-    tag: str,
-) -> Any:
-    """Start ``op``, which is ``eager`` or the op for block-scaled operands."""
+    if multiplies and (given.format or scaled):
+        op, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
     factors: dict[str, Any] = {"input": given.input}
-    scatters, multiplies = eager in (SCATTER, SCATTER_NORM), eager in (SCATTER, ALL_REDUCE)
     if multiplies:
         factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
@@ -332,7 +309,8 @@ def _reduce(
     if given.kind:
         of_norm = {"weight of norm": given.norm_weight, "bias of norm": given.norm_bias}
         check(op, group, tag, None, input=given.input, residual=given.residual, **of_norm)
-    made = run_record(op, group, tag, given)
+    with terms:
+        made = run_record(op, group, tag, given)
     return paired(made, given.quantize) if given.kind else made
 
 

@@ -10,7 +10,7 @@ strides, results are contiguous. ``rows`` lists the rows of every rank.
 Fused ops between nodes: matmuls that run while rows or sums are sent within and between nodes.
 
 All-gather + matmul keeps its kernel, which takes chunks in the order in which they arrive over both links;
-a kernel of moves brings them. Fused matmul + reduce-scatter is in ``node_matmul_reduce.py``. The other
+a kernel of moves brings them. Fused matmul + reduce-scatter is in ``launch_reduce.py``. The other
 algorithms multiply part by part in the order in which parts are needed, other nodes' parts first. Each part
 is passed on as soon as it is ready, and one kernel sums within the node, puts, and adds the sums that other
 nodes have put::

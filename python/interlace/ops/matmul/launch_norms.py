@@ -1,8 +1,8 @@
 """The launch side of the kernels that end with a norm of rows (``kernels/matmul/row_norms.py``).
 
-``Linear.tail`` describes the steps after a sum of rows. The algorithms of ``matmul_reduce.py`` that
-multiply with torch apply it where they add a bias (``operands.finish_sum``). This file has the fused
-algorithm, and the reduction of existing rows, whose ``Linear`` has a weight without an inner dimension.
+``Linear.tail`` describes the steps after a sum of rows. Algorithms that multiply with torch apply it where
+they add a bias (``operands.finish_sum``). The kernels of ``launch_reduce.py`` take it from this file. The
+reduction of existing rows is also here; its ``Linear`` has no product.
 
 ``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows of the
 results, which include this rank's: the normed rows, any scales, and the sums, or None if these are not
@@ -23,7 +23,7 @@ from interlace.kernels.matmul.row_norms import IN_FLIGHT
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives.launch import BLOCK_WORDS, blocks_of_row, in_units, run_words
-from interlace.ops.matmul import launch_reduce as matmul_reduce, operands
+from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import WORD, Layout, Workspace
@@ -65,7 +65,7 @@ def slice_blocks(
     return max(1, min(elements // wide, configuration.block_m, MOST_ROWS)), wide
 
 
-def _blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
+def blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
     """Return :func:`slice_blocks` for the rows of a sum."""
     packed = linear.tail is not None and linear.tail.format is not None
     columns, itemsize = linear.output.shape[1], linear.output.element_size()
@@ -134,80 +134,6 @@ def gathering(
     return {"gathered": Gathered(whole.normed, whole.sum, whole.scale, *bytes_)}
 
 
-def _launch_options(input: torch.Tensor, configuration: Configuration) -> dict[str, Any]:
-    """Return launch options. Sums and norms need more registers than ptxas would choose."""
-    return {"options": {"maxnreg": 255}, **operands.launch_options(configuration, input)}
-
-
-def matmul_reduce_scatter_fused(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linear: Linear,
-    segments: Segments,
-    configuration: Configuration,
-    whole: WholeRows | None = None,
-) -> Event:
-    """Run one kernel that sums and norms this rank's rows of the product; ``whole``: of all ranks.
-
-    Between nodes, run the op's kernels without a norm; torch norms the sums.
-    """
-    if communicator.place.nodes is not None:
-        total = torch.empty_like(linear.output)
-        product = replace(linear, output=total, tail=None)
-        matmul_reduce.matmul_reduce_scatter_fused(
-            communicator, input, product, segments, configuration
-        )
-        rest = replace(linear, bias=None, activation="")
-        return _norm_and_gather(communicator, total, rest, segments, whole)
-    columns, block_m = linear.weight.shape[1], configuration.block_m
-    tiles_n = formulas.ceil_div(columns, configuration.block_n)
-    rows = [count for _, count in segments]
-    itemsize = linear.output.element_size()
-    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, columns * itemsize)
-    known = operands.product(communicator, configuration, input, linear, published=True)
-    tail = tail_arguments(linear, _blocks_of(linear, configuration), whole)
-    arguments = {
-        **known,
-        **operands.epilogue(linear),
-        **tail,
-        **gathering(communicator, layout, segments, tail["TAIL"].ROWS, linear, whole),
-        "segments_ptr": plain.segment_table(communicator, segments, block_m, tiles_n),
-        "AVERAGE": linear.average,
-    }
-    tiles = formulas.tiles_of(rows, block_m, tiles_n)
-    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
-    options = _launch_options(input, configuration)
-    kernel, op = row_norms.matmul_reduce_scatter_norm_kernel, "matmul_reduce_scatter"
-    return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options)
-
-
-def matmul_all_reduce_fused(
-    communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
-) -> Event:
-    """Run one kernel that sends every tile to every rank (one-shot); every rank norms all rows."""
-    (rows, columns), block_m = linear.output.shape, configuration.block_m
-    tiles_n = formulas.ceil_div(columns, configuration.block_n)
-    itemsize = linear.output.element_size()
-    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, columns * itemsize)
-    known = operands.product(communicator, configuration, input, linear)
-    # A tile is stored into every rank's memory in turn, but a descriptor is for one rank.
-    known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
-    arguments = {
-        **known,
-        **tail_arguments(linear, _blocks_of(linear, configuration)),
-        "bias_ptr": operands.bias_or_none(linear),
-        "M": rows,
-        "AVERAGE": linear.average,
-    }
-    tiles = formulas.tiles_of([rows], block_m, tiles_n)
-    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
-    options = _launch_options(input, configuration)
-    kernel = row_norms.matmul_all_reduce_norm_kernel
-    return plain.enqueue_kernel(
-        communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
-    )
-
-
 def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
     """Run a torch matmul with few rows; one low-latency kernel sums and norms them on all ranks."""
     product = torch.empty_like(linear.output)
@@ -232,7 +158,7 @@ def reduce_fused(
     """Run one kernel that sums this rank's rows of the dense ``input`` over ranks and norms them."""
     columns = linear.output.shape[1]
     itemsize = linear.output.element_size()
-    tail = tail_arguments(linear, _blocks_of(linear, configuration), whole)
+    tail = tail_arguments(linear, blocks_of(linear, configuration), whole)
     slice_rows = tail["TAIL"].ROWS
     block_m = sent_rows(columns, slice_rows, itemsize)
     rows = [count for _, count in segments]
@@ -256,7 +182,7 @@ def reduce_fused(
     )
 
 
-def _norm_and_gather(
+def norm_and_gather(
     communicator: Communicator,
     total: torch.Tensor,
     linear: Linear,
@@ -302,7 +228,7 @@ class RowReduction:
         if not self.input.numel():
             total = self.linear.output.clone()
             about = self.linear, self.segments, self.whole
-            return _norm_and_gather(self.communicator, total, *about)
+            return norm_and_gather(self.communicator, total, *about)
         event: Event = getattr(self, algorithm)()
         return event
 
@@ -357,15 +283,10 @@ class RowReduction:
         linear, segments, whole = self._by_owner()
         communicator, columns = self.communicator, self.input.shape[1]
         row_bytes = columns * self.input.element_size()
-        first, count = segments[communicator.rank]
+        first, _ = segments[communicator.rank]
 
         def sum_up(workspace: Workspace) -> None:
-            plain.wait_for_all(communicator, workspace, 0)
-            parts = [
-                workspace.data(source, first * row_bytes, (count, columns), self.input.dtype)
-                for source in range(communicator.world_size)
-            ]
-            communicator.compute.call(lambda: operands.sum_with_bias(parts, linear), "norm")
+            operands.sum_staged(communicator, workspace, linear, first * row_bytes)
 
         staged = [plain.Staged(0, self.input, plain.others(communicator))]
         event = plain.pull(communicator, self.op, self.input.nbytes, staged, then=sum_up)
@@ -391,4 +312,4 @@ class RowReduction:
                 communicator.engine.reduce_scatter(call, total.view(-1), rows, reduction)
             else:
                 plain.reduce_scatter_copy(communicator, rows, total.view(-1), reduction=reduction)
-        return _norm_and_gather(communicator, total, linear, segments, self.whole)
+        return norm_and_gather(communicator, total, linear, segments, self.whole)

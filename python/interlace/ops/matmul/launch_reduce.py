@@ -4,13 +4,10 @@
 ``pipelined``  torch matmuls per owner; each product is sent as soon as it is ready
 ``unfused``    matmul, then the collective; any dtype
 
-Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
-strides, results are contiguous. ``segments`` lists (first row, rows) by owner. ``linear.output`` has the
-rows that this rank owns.
+Matrices are as in ``launch_gather.py``. ``segments`` lists (first row, rows) by owner. ``linear.output``
+has the rows that this rank owns.
 
-The launch side of the fused matmul + reduce-scatter between nodes: tables, workspace, launches.
-
-See ``kernels/matmul/node_matmul_reduce_scatter.py``, which has the two kernels::
+Between nodes the fused algorithm has two kernels (``kernels/matmul/node_matmul_reduce_scatter.py``)::
 
     copy stream     node_sums_kernel, a few programs; quiet_kernel
     compute stream  matmul_node_reduce_scatter_kernel, all others
@@ -22,21 +19,28 @@ in the same kernel, and both kernels fit the device together.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import NodeSlots, Regions, Table
 from interlace.kernels.matmul import (
-    matmul_reduce_scatter as matmul_all_reduce_kernels,
-    matmul_reduce_scatter as matmul_reduce_scatter_kernels,
+    matmul_reduce_scatter as one_node,
     node_matmul_reduce_scatter as kernels,
+    row_norms,
 )
 from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import launch as plain, node_moves as algorithms
 from interlace.ops.collectives.launch import resident_programs
-from interlace.ops.matmul import launch_gather as node_fused, operands
+from interlace.ops.matmul import launch_gather as node_fused, launch_norms, operands
+from interlace.ops.matmul.launch_norms import (
+    Segments,
+    WholeRows,
+    blocks_of,
+    gathering,
+    tail_arguments,
+)
 from interlace.ops.matmul.operands import Linear, epilogue, launch_options, product
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace
@@ -153,7 +157,8 @@ def matmul_reduce_scatter(
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
-Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
+OF_NORMS = {"options": {"maxnreg": 255}}
+"""Launch options of kernels with a norm: it needs more registers than ptxas would choose."""
 SMALL_BYTES = threshold("engine_reduce_bytes")  # size of a product
 
 
@@ -163,9 +168,20 @@ def matmul_reduce_scatter_fused(
     linear: Linear,
     segments: Segments,
     configuration: Configuration,
+    whole: WholeRows | None = None,
 ) -> Event:
-    """Run one kernel, or two with ``warp_roles``; between nodes see :func:`matmul_reduce_scatter`."""
+    """Run one kernel, or two with ``warp_roles``; between nodes see :func:`matmul_reduce_scatter`.
+
+    With a tail the kernel also norms this rank's rows, and gathers the ``whole``; between nodes torch does.
+    """
     if communicator.place.nodes is not None:
+        if linear.tail is not None:
+            total = torch.empty_like(linear.output)
+            product = replace(linear, output=total, tail=None)
+            about = communicator, input, product, segments, configuration
+            matmul_reduce_scatter_fused(*about)
+            rest = replace(linear, bias=None, activation="")
+            return launch_norms.norm_and_gather(communicator, total, rest, segments, whole)
         if input.shape[0] and linear.weight.shape[1]:
             return matmul_reduce_scatter(communicator, input, linear, segments, configuration)
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
@@ -177,25 +193,31 @@ def matmul_reduce_scatter_fused(
     layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
     # before the streams wait for the caller's earlier work
     known = operands.product(communicator, configuration, input, linear, published=True)
-    table = plain.segment_table(communicator, segments, block_m, tiles_n)
     resident = plain.resident_programs(communicator, configuration)
     arguments = {
         **known,
         **operands.epilogue(linear),
-        "segments_ptr": table,
-        "own_rows": rows[communicator.rank],
+        "segments_ptr": plain.segment_table(communicator, segments, block_m, tiles_n),
         "AVERAGE": linear.average,
     }
-    kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
+    kernel = one_node.matmul_reduce_scatter_kernel
     grid = formulas.persistent_grid(0, tiles, resident)
     options = operands.launch_options(configuration, input)
     op, then = "matmul_reduce_scatter", []
+    if linear.tail is not None:
+        tail = tail_arguments(linear, blocks_of(linear, configuration), whole)
+        arguments |= tail | gathering(
+            communicator, layout, segments, tail["TAIL"].ROWS, linear, whole
+        )
+        kernel, options = row_norms.matmul_reduce_scatter_norm_kernel, OF_NORMS | options
+        return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options)
+    arguments["own_rows"] = rows[communicator.rank]
     if operands.may_have_roles(configuration, input, known):
         # Gluon is a separate language, which most processes never need.
         from interlace.kernels.matmul import matmul_reduce_scatter_roles as roles
 
         own = rows[communicator.rank]
-        sums = matmul_reduce_scatter_kernels.sum_tiles_kernel
+        sums = one_node.sum_tiles_kernel
         own_tiles = formulas.tiles_of([own], block_m, tiles_n)
         programs = formulas.persistent_grid(0, own_tiles, resident)
         # By default ptxas chooses so few registers that each load waits for the one before.
@@ -245,8 +267,7 @@ def matmul_reduce_scatter_unfused(
     """Compute the whole product in this rank's workspace; then every rank sums its part."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
-    rank, world_size = communicator.rank, communicator.world_size
-    columns, dtype = linear.weight.shape[1], linear.output.dtype
+    rank, columns, dtype = communicator.rank, linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize
     # one rounding in both cases
     exact = linear.bias is None and not linear.activation
@@ -267,22 +288,17 @@ def matmul_reduce_scatter_unfused(
         )
         for peer in plain.others(communicator):
             stream.publish(workspace, peer, rank)
-        first, count = segments[rank]
-        begin = first * columns * dtype.itemsize
-        plain.wait_for_all(communicator, workspace, 0)
-        parts = [
-            workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
-        ]
-        stream.call(lambda: operands.sum_with_bias(parts, linear), "sum")
+        first, _ = segments[rank]
+        operands.sum_staged(communicator, workspace, linear, first * columns * dtype.itemsize)
 
-    layout = Layout(world_size, nbytes, pulled=True)
+    layout = Layout(communicator.world_size, nbytes, pulled=True)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
 
 
 def matmul_all_reduce_fused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
-    """Run one kernel that sends every tile to every rank (one-shot)."""
+    """Run one kernel that sends every tile to every rank (one-shot). With a tail all norm all rows."""
     if communicator.place.nodes is not None:
 
         def reduce_scatter(own: Linear, segments: Segments) -> Event:
@@ -300,9 +316,12 @@ def matmul_all_reduce_fused(
     resident = plain.resident_programs(communicator, configuration)
     bias, average = operands.bias_or_none(linear), linear.average
     arguments = {**known, "bias_ptr": bias, "M": rows, "AVERAGE": average}
-    kernel = matmul_all_reduce_kernels.matmul_all_reduce_kernel
+    kernel = one_node.matmul_all_reduce_kernel
     grid = formulas.persistent_grid(0, tiles, resident)
     options = operands.launch_options(configuration, input)
+    if linear.tail is not None:
+        kernel, options = row_norms.matmul_all_reduce_norm_kernel, OF_NORMS | options
+        arguments |= tail_arguments(linear, blocks_of(linear, configuration))
     return plain.enqueue_kernel(
         communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
     )

@@ -29,7 +29,7 @@ from interlace.arguments.words import NormAlgorithm
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch, records as by_rank
 from interlace.ops.collectives.stream_engine import check_nodes
-from interlace.ops.matmul import launch_norms as algorithms, reduce
+from interlace.ops.matmul import launch_norms as algorithms, launch_reduce, reduce
 from interlace.ops.matmul.formats import FORMATS, Scaled, packed_rows, unpacked_rows
 from interlace.ops.matmul.launch_norms import WholeRows
 from interlace.ops.matmul.operands import Linear, dense_output, partial_products, rows_of
@@ -255,7 +255,6 @@ class NormedReduce(reduce.CheckedReduce):
         self.more_terms = self.normed.terms()
 
     def scattered_normed(self, buffers: Buffers) -> Outcome:
-        """Start matmul_reduce_scatter with a norm."""
         self.agree()
         made = self.scattering()
         rows = self.normed.rows(buffers, made.segments[self.communicator.rank][0])
@@ -264,7 +263,6 @@ class NormedReduce(reduce.CheckedReduce):
         return Outcome(rows.result, event)
 
     def summed_normed(self, buffers: Buffers) -> Outcome:
-        """Start matmul_all_reduce with a norm."""
         self.agree()
         rows = self.normed.rows(buffers)
         event = self.all_reduce_normed(rows_of(self.input, 0), self._linear(self.weight, rows))
@@ -307,7 +305,7 @@ class NormedReduce(reduce.CheckedReduce):
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
         if algorithm == "fused":
             name_algorithm(algorithm)
-            return algorithms.matmul_reduce_scatter_fused(
+            return launch_reduce.matmul_reduce_scatter_fused(
                 self.communicator, left, linear, segments, choice.configuration, whole
             )
         event = self.reduce_scatter(left, linear, segments, algorithm)
@@ -328,7 +326,7 @@ class NormedReduce(reduce.CheckedReduce):
         one_shot = communicator.place.nodes is None and output.nbytes <= ONE_SHOT_BYTES
         if algorithm == "fused" and one_shot:
             name_algorithm("fused")
-            return algorithms.matmul_all_reduce_fused(
+            return launch_reduce.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration
             )
         segments = split_rows(rows, communicator.world_size)
@@ -371,12 +369,7 @@ class _CheckedRows:
             if why_not:
                 raise ValueError(f'algorithm="low_latency" cannot do this: {why_not}')
             check_nodes(algorithm, self.communicator)
-        fusable = dtype in FUSED_DTYPES
-        if algorithm in ("fused", "low_latency") and not fusable:
-            raise TypeError(
-                f'algorithm="{algorithm}" supports float32, float16 and bfloat16, input is {dtype}; '
-                f'use "unfused" or "auto"'
-            )
+        checks.fused_dtype(algorithm, "input", dtype)
         possible = in_kernel(self.communicator, self.normed.quantize)
         if algorithm in ("fused", "low_latency") and not possible:
             raise ValueError(NO_FP8.format(algorithm))
@@ -384,7 +377,7 @@ class _CheckedRows:
             return "unfused"
         if algorithm != "auto":
             return algorithm
-        if not fusable or not possible or not place.mapped:
+        if dtype not in FUSED_DTYPES or not possible or not place.mapped:
             return "unfused"
         self.free = True
         if place.direct_access:
@@ -415,7 +408,6 @@ class _CheckedRows:
         return parts
 
     def start(self, buffers: Buffers) -> Outcome:
-        """Agree with all ranks, and start."""
         terms = (
             ("dtype of input", self.input.dtype),
             ("shape of input", tuple(self.input.shape)),
@@ -510,10 +502,7 @@ def _outputs(
         kind = FORMATS[quantize]
         kind.check_shape("the normed tensor", (*normed, columns))
         return [output(normed, kind.row_bytes(columns), torch.uint8), output(own, columns, dtype)]
-    made = [
-        output(normed, columns, QUANTIZED if quantize else dtype),
-        output(own, columns, dtype),
-    ]
+    made = [output(normed, columns, QUANTIZED if quantize else dtype), output(own, columns, dtype)]
     return [*made, output(normed, 1, torch.float32)] if quantize == BY_ROW else made
 
 

@@ -1,7 +1,7 @@
 """The operands and outputs of a matmul, and the arguments that describe them to the fused kernels."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.kernels.block_scales import INNER
-from interlace.ops.collectives.launch import agreed_call
+from interlace.kernels.launch_formulas import Line, persistent_grid
+from interlace.ops.collectives import launch as plain
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.norms import NormTail, activate, wide
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
@@ -183,6 +185,16 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
     finish_sum(total, linear)
 
 
+def sum_staged(
+    communicator: Communicator, workspace: Workspace, linear: Linear, offset: int
+) -> None:
+    """Sum the rows that ranks have staged for this one at ``offset`` of their workspaces, and finish."""
+    plain.wait_for_all(communicator, workspace, 0)
+    shape, dtype = linear.output.shape, linear.output.dtype
+    parts = [workspace.data(r, offset, shape, dtype) for r in range(communicator.world_size)]
+    communicator.compute.call(lambda: sum_with_bias(parts, linear), "sum")
+
+
 def enqueue_product(
     communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
 ) -> None:
@@ -207,7 +219,7 @@ def scatter_product(
     parts = [product[first : first + count].view(-1) for first, count in segments]
     reduction = "avg" if linear.average else "sum"
     op, about = "matmul_reduce_scatter", (tuple(segments), product.shape, product.dtype, reduction)
-    call = agreed_call(communicator, op, (f"parts of {op}", *about))
+    call = plain.agreed_call(communicator, op, (f"parts of {op}", *about))
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     if linear.unfinished:
         made = linear.output
@@ -322,24 +334,9 @@ def product(
 
 def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
     """Return the constants of tiles that are ``rows`` whole rows and come from no matmul."""
-    return Tiles(
-        BLOCK_M=rows,
-        BLOCK_N=1 << max(0, columns - 1).bit_length(),
-        BLOCK_K=0,
-        GROUP_M=1,
-        DESCRIPTORS="",
-        INPUT_PRECISION="",
-        FAST_ACCUM=False,
-        ALIGNED=False,
-        FLATTEN=False,
-        WARP_SPECIALIZE=False,
-        COMPILED=False,
-        SCALES="",
-        BIAS="" if linear.bias is None else linear.bias_along,
-        ACTIVATION=linear.activation,
-        SUBTILE=1,
-        OUT_DESCRIPTOR=False,
-    )
+    wide = 1 << max(0, columns - 1).bit_length()
+    bias = "" if linear.bias is None else linear.bias_along
+    return Tiles(rows, wide, BIAS=bias, ACTIVATION=linear.activation)
 
 
 def may_have_roles(
@@ -379,6 +376,45 @@ def copies(configuration: Configuration, copiers: int, multicast: str = "") -> d
     """Return the argument about ``copiers`` that send chunks of rows."""
     sizes = configuration.copy_rows, configuration.copy_columns
     return {"COPIES": Copies(copiers, *sizes, multicast)}
+
+
+def enqueue_with_sends(
+    communicator: Communicator,
+    op: str,
+    layout: Layout,
+    configuration: Configuration,
+    launch: tuple[object, dict[str, Any], dict[str, Any]],
+    sends: tuple[Sequence[Line], torch.Tensor],
+    tiles: int,
+    arrivals: Callable[[], Iterable[tuple[int, int]]],
+    then: Callable[[Workspace], None],
+) -> Event:
+    """Enqueue an op that is one kernel: its first programs send, or the copy engine does.
+
+    ``launch``: the kernel, its arguments and options. ``sends``: lines, and the rows that are sent.
+    ``tiles``: how many the kernel computes. ``arrivals``: (source, slot) of all rows that arrive.
+    ``then`` enqueues the work after the kernel.
+    """
+    (kernel, arguments, options), (lines, rows) = launch, sends
+
+    def body(workspace: Workspace) -> None:
+        most = max(1, communicator.place.program_limit // 4)
+        copiers = min(configuration.copiers, len(lines), most)
+        if lines and not (copiers and tiles):
+            plain.send_by_copy_engine(communicator, workspace, lines, [(rows, 0)])
+            copiers = 0
+        if tiles:
+            resident = plain.resident_programs(communicator, configuration, copiers)
+            grid = persistent_grid(copiers, tiles, max(copiers + 1, resident))
+            given = {**arguments, **copies(configuration, copiers)}
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, given, **options))
+        else:
+            # No tile, so no program has waited; but rows that arrive late would hit the next op.
+            for source, slot in arrivals():
+                communicator.compute.wait(workspace, source, slot)
+        then(workspace)
+
+    return communicator.enqueue(op, layout, body)
 
 
 def launch_options(

@@ -143,10 +143,7 @@ def matmul_all_reduce(
 
 
 def scaled_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    input: torch.Tensor, weight: torch.Tensor, input_scale: torch.Tensor, weight_scale: torch.Tensor
 ) -> Bounded:
     """Return ``(input * input_scale) @ (weight * weight_scale)`` in fp32, unrounded.
 

@@ -369,10 +369,7 @@ def start_reduce(communicator: Communicator, given: ScaledMatmulReduceScatterArg
 
 
 def why_not(
-    communicator: Communicator,
-    inner: int,
-    weights: Sequence[Tensor],
-    out_dtype: torch.dtype | None,
+    communicator: Communicator, inner: int, weights: Sequence[Tensor], out_dtype: torch.dtype | None
 ) -> str:
     """Return why the kernels cannot multiply these operands; "" if they can."""
     for weight in weights:
@@ -387,8 +384,16 @@ def why_not(
     return ""
 
 
-def _by_row(scale: Tensor, rows: int) -> Tensor:
-    return scale.reshape(-1).expand(rows).contiguous()
+def _linear(
+    operands: ScaledOperands, output: Tensor, by_row: bool, fast_accum: bool, **more: Any
+) -> Linear:
+    """Return a product of matrices for kernels, with scales ``by_row`` and by column, or single ones."""
+    input, weight, row_scale, scale, bias = operands
+    if by_row:
+        row_scale = row_scale.reshape(-1).expand(input.shape[0]).contiguous()
+        scale = scale.reshape(-1).expand(weight.shape[1]).contiguous()
+    how = {"scales": "row" if by_row else "tensor", "fast_accum": fast_accum, **more}
+    return Linear(weight, bias, output, scale=scale, row_scale=row_scale, **how)
 
 
 def gather_fused(
@@ -401,19 +406,11 @@ def gather_fused(
     columns: Sequence[int],
 ) -> Event:
     """Run the kernel. ``operands``: one input, own rows; ``outputs``: all rows; ``columns``: by rank."""
-    input, row_scale = operands[0].input, operands[0].input_scale
+    input = operands[0].input
     rows, inner = input.shape
     by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
     targets = [
-        Linear(
-            each.weight,
-            each.bias,
-            output,
-            scales="row" if by_row else "tensor",
-            scale=_by_row(each.weight_scale, each.weight.shape[1]) if by_row else each.weight_scale,
-            fast_accum=fast_accum,
-            row_scale=_by_row(row_scale, rows) if by_row else row_scale,
-        )
+        _linear(each, output, by_row, fast_accum)
         for each, output in zip(operands, outputs, strict=True)
     ]
     problem = tuning.gather_problem(
@@ -444,19 +441,13 @@ def reduce_fused(
         bias = None if bias is None else bias.tensor_split(size)[communicator.rank]
     elif row_scale.numel() != 1:
         row_scale = rows_of(row_scale, dim)
-    linear = Linear(
-        right,
-        bias,
-        output,
-        along,
-        scales="row" if by_row else "tensor",
-        scale=_by_row(column_scale, right.shape[1]) if by_row else column_scale,
-        fast_accum=given.use_fast_accum,
-        row_scale=_by_row(row_scale, left.shape[0]) if by_row else row_scale,
-        average=average,
+    matrices, fast = (
+        ScaledOperands(left, right, row_scale, column_scale, bias),
+        given.use_fast_accum,
     )
+    linear = _linear(matrices, output, by_row, fast, bias_along=along, average=average)
     rows, columns = output.shape
-    op, fast = "matmul_reduce_scatter", given.use_fast_accum
+    op = "matmul_reduce_scatter"
     problem = tuning.Problem(op, input.dtype, rows, columns, inner, size, fast)
     config = tuning.choose(communicator, problem, "fused").configuration
     segments = split_rows(left.shape[0], size)

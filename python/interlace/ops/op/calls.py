@@ -14,11 +14,7 @@ from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
 from interlace.ops.op.op import Op, Started, tensors
 from interlace.ops.op.recording import call, call_out, seen
-from interlace.runtime.compat.torch_modes import (
-    above_autograd,
-    allow_in_graph,
-    modes_active,
-)
+from interlace.runtime.compat.torch_modes import above_autograd, allow_in_graph, modes_active
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
 """Arguments that may be None."""

@@ -5,6 +5,9 @@ for autograd; everything else is by name. The group, as size and name, follows t
 
 ``OPS`` has all ops by name, for callers that need no other knowledge of them.
 
+A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
+host message. A mismatch raises on every rank before any data moves.
+
 A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It is declared
 with its op. The part of a fused op's gradient that communicates is started first and waited for last.
 

@@ -22,10 +22,6 @@ def like(input: torch.Tensor, *_: Any) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def number(input: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device=input.device)
-
-
 def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Make ``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
     *_, dim, size = rest

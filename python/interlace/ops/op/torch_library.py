@@ -61,10 +61,7 @@ def register(op: Op) -> None:
     _implement(op.name, _kernel(op), _fake(op))
     if op.gradient is not None:
         torch.library.register_autograd(
-            f"{NAMESPACE}::{op.name}",
-            op.backward,
-            setup_context=op.setup_context,
-            lib=_library,
+            f"{NAMESPACE}::{op.name}", op.backward, setup_context=op.setup_context, lib=_library
         )
     if op.name in WITH_OUT:
         name = f"{op.name}_out"

@@ -600,7 +600,7 @@ def _norms(arch: int) -> Iterator[Entry]:
 def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
     input, linear, segments = _scattered(operands, RANKS)
     linear, whole = operands.normed(linear, operands.rows)
-    op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
+    op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
     (launch,) = launched(op, input, linear, segments, configuration, whole)
     return _fused_entry(arch, operands, launch, operands.describe_norm())
 
@@ -610,7 +610,7 @@ def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     input, linear = operands.tensors(operands.rows)
     linear, _ = operands.normed(linear, operands.rows)
     configuration = operands.configuration(arch)
-    (launch,) = launched(normed.matmul_all_reduce_fused, input, linear, configuration)
+    (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
     return _fused_entry(arch, operands, launch, operands.describe_norm())
 
 
