@@ -284,8 +284,14 @@ def quantized(numbers, TILES: tl.constexpr):
         scales = tl.minimum(tl.maximum(_rounded(wanted, "e4m3"), 1), 0x7E)
         scales = tl.where(bits > 0x7F800000, 0x7F, scales).to(tl.uint8)
     else:
-        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        exact = tl.where(bits < 0x00800000, 0x400000, 0)  # 2**-127 has no exponent in fp32
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) > exact, 1, 0)
         scales = tl.minimum(exponent, 255).to(tl.uint8)
+        # So that no value times its scale overflows fp32; see LARGEST_PRODUCTS of formats.py.
+        FRACTION: tl.constexpr = (
+            1.5 if TILES.VALUES == "e2m1" else 1.75 if TILES.VALUES == "e5m2" else 1.875
+        )
+        numbers = tl.clamp(numbers, -FRACTION * 2.0**127, FRACTION * 2.0**127)
     quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), numbers.shape[1]))
     sign = tl.where(quotient.to(tl.int32, bitcast=True) < 0, 1, 0)
     values = _rounded(tl.abs(quotient), TILES.VALUES)

@@ -37,6 +37,8 @@ FP4 = torch.float4_e2m1fn_x2
 SMALLEST = torch.finfo(torch.float32).tiny
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, FP4: 6.0}
 """The largest number of each dtype of values."""
+LARGEST_PRODUCTS = {E4M3: 1.875 * 2.0**127, E5M2: 1.75 * 2.0**127, FP4: 1.5 * 2.0**127}
+"""The largest float32 number that is one of those values times a power of two."""
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The e2m1 numbers by their three low bits. The fourth bit is the sign."""
 KERNEL_NAMES = {E4M3: "e4m3", E5M2: "e5m2", FP4: "e2m1", E8M0: "e8m0", torch.float32: "fp32"}
@@ -431,13 +433,16 @@ def quantize(
     the least power of two with which no number is larger than the largest value. For nvfp4 it is the
     largest number divided by 6, relative to ``whole``, whose default is the largest of all numbers divided
     by 6 * 448. A block of zeros has the least possible scale. Values are rounded to nearest, ties to even.
-    No value saturates, with one exception. A scale of nvfp4 is itself rounded to nearest. So the largest
-    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. NaN
-    and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
+    No value saturates, with two exceptions. A scale of nvfp4 is itself rounded to nearest. So the largest
+    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. And
+    a number does not become infinite: if the nearest number of the format is beyond float32's largest, it
+    is rounded toward zero. NaN and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
+    A float64 number beyond float32's largest is infinity.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
-    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification rounds the exponent of a
-    scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine rounds it up, as here.
+    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification and torchao's default round
+    the exponent of a scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine and
+    torchao's ``ScaleCalculationMode.RCEIL`` round it up, as here.
 
     >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
     tensor([[ 1., -3.]])
@@ -462,7 +467,12 @@ def quantize(
     # Divide by a tensor: for a number, torch on a GPU multiplies with its reciprocal.
     wanted = largest / largest.new_full((), LARGEST[kind.values])
     scales = _scales(wanted, kind.scale)
+    if whole is not None:  # with the next lower scale, the product of the largest value is finite
+        infinite = (scales.float() * LARGEST[kind.values] * whole).isinf()
+        scales = (scales.view(torch.uint8) - infinite.to(torch.uint8)).view(kind.scale)
     factor = scales.float() if whole is None else scales.float() * whole
+    if kind.scale == E8M0:
+        tiles = tiles.clamp(-LARGEST_PRODUCTS[kind.values], LARGEST_PRODUCTS[kind.values])
     scaled = (tiles / factor.unsqueeze(-2).unsqueeze(-1)).flatten(-4, -3).flatten(-2)
     scaled = scaled[..., :rows, :length]
     values = pairs(scaled) if kind.packed > 1 else scaled.to(kind.values)
@@ -483,7 +493,8 @@ def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
         return wanted.clamp(min=SMALLEST)
     if dtype == E8M0:
         bits = wanted.contiguous().view(torch.int32)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up
+        exact = torch.where(bits < 0x800000, 0x400000, 0)  # 2**-127 has no exponent in float32
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) > exact)  # rounded up
         return exponent.clamp(0, 255).to(torch.uint8).view(E8M0)
     return wanted.clamp(2.0**-9, LARGEST[E4M3]).to(dtype)
 
