@@ -47,7 +47,7 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import OPERAND_FORMATS, tuned_as
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
@@ -249,7 +249,7 @@ def started(
     received: Tensor | None,
 ) -> Event:
     """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
-    input, format = call.input, FORMATS.get(call.format)
+    input, format = call.input, OPERAND_FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
     rows = routes.most_received
@@ -738,7 +738,7 @@ def multiply_by_expert(
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert
-        operands.multiply(output[rows], *factors, format=FORMATS.get(format))
+        operands.multiply(output[rows], *factors, format=OPERAND_FORMATS.get(format))
 
 
 def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[list[Tensor]]:

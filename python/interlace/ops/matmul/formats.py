@@ -19,8 +19,8 @@ Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -58,6 +58,7 @@ class BlockFormat:
     block : the numbers along k that share a scale; ``across``: for a weight, the numbers across k.
     packed : the numbers in one element of the values.
     whole : whether one more float32 scales the whole tensor.
+    weight_values : the dtype of a weight's values, if it differs.
     """
 
     name: str
@@ -67,6 +68,18 @@ class BlockFormat:
     across: int = 1
     packed: int = 1
     whole: bool = False
+    weight_values: torch.dtype | None = None
+
+    @property
+    def of_weight(self) -> BlockFormat:
+        """The format of a weight beside an input in this format."""
+        return replace(self, values=self.weight_values or self.values)
+
+    @property
+    def exchanged(self) -> BlockFormat:
+        """The format of the transposed product, whose first factor is the weight."""
+        of_input = None if self.weight_values is None else self.values
+        return replace(self.of_weight, weight_values=of_input)
 
     @property
     def step_bytes(self) -> tuple[int, int]:
@@ -77,6 +90,8 @@ class BlockFormat:
     def kernel_constants(self) -> dict[str, Any]:
         """The constants of kernels for this format."""
         names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
+        if self.weight_values is not None:
+            names["WEIGHT_VALUES"] = KERNEL_NAMES[self.weight_values]
         return {**names, "BLOCK": self.block}
 
     def row_bytes(self, numbers: int) -> int:
@@ -131,18 +146,33 @@ FORMATS = {
 }
 
 
+def operand_format(input: str, weight: str) -> str:
+    """Return the key of :data:`OPERAND_FORMATS` for an input and a weight in these formats."""
+    return input if input == weight else f"{input} x {weight}"
+
+
+def _pair(input: str, weight: str) -> BlockFormat:
+    name, of_weight = operand_format(input, weight), FORMATS[weight].values
+    return replace(FORMATS[input], name=name, weight_values=of_weight)
+
+
+_PAIRS = _pair("mxfp8", "mxfp8_e5m2"), _pair("mxfp8_e5m2", "mxfp8")
+OPERAND_FORMATS = {**FORMATS, **{each.name: each for each in _PAIRS}}
+"""The formats of an input and a weight, which are the same, or named in this order."""
+
+
 def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
     """Return the terms of a tuning problem that describe operands in that format."""
     return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
 
 
-def format_named(name: object) -> BlockFormat:
+def format_named(name: object, formats: Mapping[str, BlockFormat] = FORMATS) -> BlockFormat:
     """Return the format of that name. Raise a ValueError that lists the names."""
-    if not isinstance(name, str) or name not in FORMATS:
+    if not isinstance(name, str) or name not in formats:
         raise ValueError(
             f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
         )
-    return FORMATS[name]
+    return formats[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -618,8 +648,8 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
     wholes = [whole for *_, whole in sides]
     if left.is_cuda:
         numbers = [
-            _numbers(values, kind) * scales.float().repeat_interleave(kind.block, 1)
-            for values, scales, _ in sides
+            _numbers(values, own) * scales.float().repeat_interleave(kind.block, 1)
+            for (values, scales, _), own in zip(sides, (kind, kind.of_weight), strict=True)
         ]
         total = numbers[0] @ numbers[1].T
     else:
@@ -637,10 +667,10 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
 def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
     """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
-    for values, scales, _ in sides:
+    for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True):
         own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
         numbers = _numbers(
-            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], kind
+            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], side
         )
         if kind.scale != torch.float32:
             numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()

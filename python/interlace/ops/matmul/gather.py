@@ -20,7 +20,7 @@ from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product_of_rows
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import OPERAND_FORMATS, tuned_as
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -118,7 +118,7 @@ def prepared(
         matrices = list(buffers or [each.matrix for each in made])
         whole = matrices.pop() if given.return_gathered else None
         linears = [
-            Linear(weight, bias, output, activation=name, format=FORMATS.get(given.format))
+            Linear(weight, bias, output, activation=name, format=OPERAND_FORMATS.get(given.format))
             for weight, bias, output, name in zip(
                 operands.weights, operands.biases, matrices, operands.activations, strict=True
             )
@@ -381,7 +381,7 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
             vector = each.biases[number] if each.biases else None
             bias = checked_bias(vector, weight.shape[1], each.input)
-            kind = FORMATS.get(each.format)
+            kind = OPERAND_FORMATS.get(each.format)
             multiply(products[number].matrix, matrix, weight, bias, format=kind)
         if each.return_gathered:
             products[-1].view.copy_(whole)

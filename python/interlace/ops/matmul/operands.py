@@ -11,7 +11,7 @@ from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
-from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
+from interlace.ops.matmul.formats import OPERAND_FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -409,7 +409,7 @@ def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
     for each in ranks:
         input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
         partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
-        kind = FORMATS.get(each.format)
+        kind = OPERAND_FORMATS.get(each.format)
         multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None, format=kind)
         found.append(partial if dtype is torch.float64 else partial.float())
     return found
