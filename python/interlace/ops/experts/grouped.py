@@ -47,7 +47,7 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import OPERAND_FORMATS, tuned_as
+from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k, tuned_as
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
@@ -364,13 +364,13 @@ def terms_of(call: GroupedArguments, experts: int) -> Terms:
     """Return the terms that must be equal on all ranks."""
     return (
         ("dtype of input", call.input.dtype),
-        ("k of input", call.input.shape[1]),
+        ("format", call.format),
+        length_along_k("k of input", call.input.shape[1], call.format),
         ("the number of experts", experts),
         ("algorithm", call.algorithm),
         ("out_dtype", call.out_dtype),
         ("return_received", call.return_received),
         ("num_max_rows_per_rank", call.max_rows or None),
-        ("format", call.format),
     )
 
 

@@ -161,6 +161,14 @@ OPERAND_FORMATS = {**FORMATS, **{each.name: each for each in _PAIRS}}
 """The formats of an input and a weight, which are the same, or named in this order."""
 
 
+def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
+    """Return a term for ranks to compare: the length of rows. Of packed ones, their numbers and padding."""
+    if not format:
+        return name, length
+    numbers = OPERAND_FORMATS[format].steps(length) * INNER
+    return f"{name} (k is a number of values, padded to {INNER})", numbers
+
+
 def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
     """Return the terms of a tuning problem that describe operands in that format."""
     return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
