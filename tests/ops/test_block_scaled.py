@@ -206,8 +206,8 @@ def test_in_processes() -> None:
     interlace.run(every_op, 2, tuple(FORMATS), place="shm")
 
 
-def compiled_code(name: str) -> None:
-    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma; also of one column, and a k of 34."""
+def compiled_code(name: str, **configuration: int) -> None:
+    """Also of one column, and a k of 34."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for inner, columns in ((INNER, COLUMNS), (34, 1)):
         shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
@@ -215,7 +215,7 @@ def compiled_code(name: str) -> None:
         parts = zip(*(product(s, weight) for s in shards), strict=True)
         right, bound = (torch.cat(each) for each in parts)
         sums, sum_bound = product(shards[0], weight)
-        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2):
+        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2, **configuration):
             how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
             found = interlace.all_gather_matmul(shards[rank], weight, **how)
             reduced: Any = interlace.matmul_reduce_scatter(shards[0], weight, **how)
@@ -223,9 +223,20 @@ def compiled_code(name: str) -> None:
         assert torch.all((reduced - size * sums[rank]).abs() <= size * sum_bound[rank])
 
 
-@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
+@pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
+    """Of sm_90, where fp8 and bf16 factors are for wgmma."""
     interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
+
+
+def few_at_a_time(name: str) -> None:
+    compiled_code(name, block_k=16)
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
+def test_tiles_of_few_numbers_along_k_as_ptx(name: str) -> None:
+    """Of sm_80; see LEAST_PACKED."""
+    interlace.run(few_at_a_time, 2, name, place="ptx", arch=80, timeout=600)
 
 
 def functional_forms(name: str) -> None:

@@ -22,8 +22,9 @@ from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
 LEAST_PACKED = 32
-"""The fewest numbers along k that are multiplied at once. Products of 16 numbers of 4 bits, which are 8
-bytes, are wrong in the place ptx for 8.0. The cause is unknown."""
+"""The fewest numbers along k that are multiplied at once. For ``mma.sync`` Triton 3.7 gives 8 neighbouring
+numbers of 4 bits to each of 4 threads, although a tile of 16 numbers has too few for them. The products are
+then wrong, on GPUs as in the place ptx. Triton's pull request 11691 mends it."""
 
 
 @dataclass
