@@ -295,7 +295,7 @@ class Tiles(NamedTuple):
     ``ALIGNED``: rows of the input, both in place and gathered, begin at multiples of 16 bytes. ``FLATTEN``,
     ``WARP_SPECIALIZE``: options of the compiler for the tile loop. ``COMPILED``: not interpreted, so there
     are instructions that order TMA accesses. From ``SCALES`` to ``OUT_DESCRIPTOR`` see ``epilogue.py``.
-    The last four describe block-scaled operands, see ``block_scales.py``.
+    The last five describe block-scaled operands, see ``block_scales.py``.
     """
 
     BLOCK_M: int
@@ -318,6 +318,7 @@ class Tiles(NamedTuple):
     SCALE: str = ""
     BLOCK: int = 0
     NATIVE: str = ""
+    WEIGHT_VALUES: str = ""
 
 
 class Node(NamedTuple):

@@ -8,6 +8,7 @@ with as many of the first as of the second. The last numbers are zeros, and the 
 of 16 bytes. So K, the length of a row, determines how many numbers it has. Constants of ``Tiles``:
 
 ``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
+``WEIGHT_VALUES``  the same for B, if it differs from A's: "e4m3" or "e5m2"
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
 ``BLOCK``   numbers along k with one scale
 ``BLOCK_K`` bytes of values along k that are multiplied at a time, at most 128 numbers; always 128 numbers
@@ -61,16 +62,16 @@ def _e8m0(byte):
 
 
 @triton.jit
-def _numbers(bytes, TILES: tl.constexpr, ALONG: tl.constexpr):
+def _numbers(bytes, VALUES: tl.constexpr, TILES: tl.constexpr, ALONG: tl.constexpr):
     """Return bytes ``[M, N]`` as numbers in fp32; numbers of one byte are neighbours along ALONG."""
-    if TILES.VALUES == "e2m1":
+    if VALUES == "e2m1":
         pairs = tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4))
         if ALONG == 0:
             turned = tl.permute(pairs, (0, 2, 1))
             made = tl.reshape(turned, (2 * bytes.shape[0], bytes.shape[1]))
         else:
             made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
-    elif TILES.VALUES == "e5m2":
+    elif VALUES == "e5m2":
         made = _e5m2(bytes)
     else:
         made = _e4m3(bytes, TILES)
@@ -125,16 +126,12 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
     exactly, unless its exponent is beyond bf16's. A scale in fp32 is one for all of them, and multiplies
     the sum, which is added in fp32 outside of the tensor cores.
     """
+    LEFT: tl.constexpr = TILES.VALUES
+    RIGHT: tl.constexpr = TILES.VALUES if TILES.WEIGHT_VALUES == "" else TILES.WEIGHT_VALUES
     if TILES.NATIVE == "scales":
         of_rows = _native(a_scales, TILES)
         of_columns = _native(tl.trans(b_scales), TILES)
-        # The name of a format has to stand in the call.
-        if TILES.VALUES == "e2m1":
-            acc = tl.dot_scaled(a, of_rows, "e2m1", b, of_columns, "e2m1", acc)
-        elif TILES.VALUES == "e5m2":
-            acc = tl.dot_scaled(a, of_rows, "e5m2", b, of_columns, "e5m2", acc)
-        else:
-            acc = tl.dot_scaled(a, of_rows, "e4m3", b, of_columns, "e4m3", acc)
+        acc = tl.dot_scaled(a, of_rows, LEFT, b, of_columns, RIGHT, acc)
     else:
         of_rows = _scales(a_scales, TILES)
         of_columns = _scales(b_scales, TILES)
@@ -142,12 +139,12 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
             product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
             acc += product * (of_rows * of_columns)
         elif TILES.SCALE == "fp32":
-            left = _numbers(a, TILES, 1).to(tl.bfloat16)
-            right = _numbers(b, TILES, 0).to(tl.bfloat16)
+            left = _numbers(a, LEFT, TILES, 1).to(tl.bfloat16)
+            right = _numbers(b, RIGHT, TILES, 0).to(tl.bfloat16)
             acc += tl.dot(left, right) * (of_rows * of_columns)
         else:
-            left = _numbers(a, TILES, 1)
-            right = _numbers(b, TILES, 0)
+            left = _numbers(a, LEFT, TILES, 1)
+            right = _numbers(b, RIGHT, TILES, 0)
             left = left * _for_rows(of_rows, left.shape[1])
             right = right * _for_columns(of_columns, right.shape[0])
             acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
@@ -284,8 +281,14 @@ def quantized(numbers, TILES: tl.constexpr):
         scales = tl.minimum(tl.maximum(_rounded(wanted, "e4m3"), 1), 0x7E)
         scales = tl.where(bits > 0x7F800000, 0x7F, scales).to(tl.uint8)
     else:
-        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        exact = tl.where(bits < 0x00800000, 0x400000, 0)  # 2**-127 has no exponent in fp32
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) > exact, 1, 0)
         scales = tl.minimum(exponent, 255).to(tl.uint8)
+        # So that no value times its scale overflows fp32; see LARGEST_PRODUCTS of formats.py.
+        FRACTION: tl.constexpr = (
+            1.5 if TILES.VALUES == "e2m1" else 1.75 if TILES.VALUES == "e5m2" else 1.875
+        )
+        numbers = tl.clamp(numbers, -FRACTION * 2.0**127, FRACTION * 2.0**127)
     quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), numbers.shape[1]))
     sign = tl.where(quotient.to(tl.int32, bitcast=True) < 0, 1, 0)
     values = _rounded(tl.abs(quotient), TILES.VALUES)

@@ -13,7 +13,7 @@ from interlace import functional
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
 from interlace.ops.matmul import formats
-from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, Scaled, quantize
+from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, OPERAND_FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
 from tiers import few
 
@@ -28,8 +28,10 @@ ERROR = 2.0**-20  # of sums in fp32, relative to the sum of sizes
 
 
 def made(name: str, rows: int, seed: int, *, weight: bool = False, inner: int = INNER) -> Scaled:
+    """``name``: of OPERAND_FORMATS."""
     generator = torch.Generator().manual_seed(seed)
-    return quantize(torch.randn(rows, inner, generator=generator), name, weight=weight)  # type: ignore[arg-type]
+    format: Any = name.split(" x ")[-1 if weight else 0]
+    return quantize(torch.randn(rows, inner, generator=generator), format, weight=weight)
 
 
 def product(left: Scaled, right: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +89,7 @@ def reduces(name: str) -> None:
 def odd_shapes(name: str) -> None:
     """One row, one column, and k that is no multiple of a block; a rank without rows."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    shapes = ODD_SHAPES if FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
+    shapes = ODD_SHAPES if OPERAND_FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
     for inner, rows, columns in shapes:
         shards = [made(name, rows if r != 1 else 0, r, inner=inner) for r in range(size)]
         weight = made(name, columns, 9, weight=True, inner=inner).t()
@@ -102,19 +104,19 @@ def odd_shapes(name: str) -> None:
         all_algorithms(interlace.matmul_all_reduce, sums, inputs[rank], weight)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
 @pytest.mark.parametrize("ranks", few((1, 3), 3))
 def test_odd_shapes_in_sim(name: str, ranks: int) -> None:
     interlace.run(odd_shapes, ranks, name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
 @pytest.mark.parametrize("ranks", few((1, 2, 4), 4))
 def test_gathers_in_sim(name: str, ranks: int) -> None:
     interlace.run(gathers, ranks, name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
 @pytest.mark.parametrize("ranks", few((1, 2, 4), 2))
 def test_reductions_in_sim(name: str, ranks: int) -> None:
     interlace.run(reduces, ranks, name)
@@ -204,8 +206,8 @@ def test_in_processes() -> None:
     interlace.run(every_op, 2, tuple(FORMATS), place="shm")
 
 
-def compiled_code(name: str) -> None:
-    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma; also of one column, and a k of 34."""
+def compiled_code(name: str, **configuration: int) -> None:
+    """Also of one column, and a k of 34."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for inner, columns in ((INNER, COLUMNS), (34, 1)):
         shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
@@ -213,7 +215,7 @@ def compiled_code(name: str) -> None:
         parts = zip(*(product(s, weight) for s in shards), strict=True)
         right, bound = (torch.cat(each) for each in parts)
         sums, sum_bound = product(shards[0], weight)
-        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2):
+        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2, **configuration):
             how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
             found = interlace.all_gather_matmul(shards[rank], weight, **how)
             reduced: Any = interlace.matmul_reduce_scatter(shards[0], weight, **how)
@@ -221,9 +223,20 @@ def compiled_code(name: str) -> None:
         assert torch.all((reduced - size * sums[rank]).abs() <= size * sum_bound[rank])
 
 
-@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
+@pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
+    """Of sm_90, where fp8 and bf16 factors are for wgmma."""
     interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
+
+
+def few_at_a_time(name: str) -> None:
+    compiled_code(name, block_k=16)
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
+def test_tiles_of_few_numbers_along_k_as_ptx(name: str) -> None:
+    """Of sm_80; see LEAST_PACKED."""
+    interlace.run(few_at_a_time, 2, name, place="ptx", arch=80, timeout=600)
 
 
 def functional_forms(name: str) -> None:
@@ -415,7 +428,7 @@ def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
 def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
     """The same as Scaled."""
     left, weight = made(name, DIVIDED, 0), made(name, COLUMNS, 1).t()
-    other = "mxfp8" if name != "mxfp8" else "mxfp4"
+    other = "mxfp4" if name.startswith("mxfp8") else "mxfp8"
     bad = rf"input: scales of {name} must be finite and greater than 0, got nan"
     cases = [
         (f"input is in {other}, weight in {name}; all operands", (made(other, DIVIDED, 0), weight)),
@@ -432,6 +445,10 @@ def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
                 (whole, weight),
             )
         )
+    if name == "mxfp8":
+        both = weight, made("mxfp8_e5m2", COLUMNS, 1).t()
+        words = r"weight\[0\] is in mxfp8, weight\[1\] in mxfp8_e5m2; all weights must be in one"
+        cases.append((words, (left, both)))
     return cases
 
 
@@ -642,7 +659,7 @@ def tensors_of_torch(name: str) -> None:
         assert torch.all((reduced - part).abs() <= 2.0**-6 * (1 + part.abs()))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
 def test_tensors_as_torch_has_them(name: str) -> None:
     interlace.run(tensors_of_torch, 2, name)
 

@@ -37,6 +37,7 @@ def weight_of(columns: int) -> torch.Tensor:
         special = torch.tensor([math.inf, 1.0, 1e-39, -1e-45, 3e38, math.nan, 448.0, 6.0])
         weight[64:128:8] = special
         weight[128:160] = 2.0**-140
+        weight[160:200:8] = torch.tensor([3.4e38, 3.2e38, 3e38, -3.4e38, 2.6e38])
     if columns > 1024:  # between two numbers of few bits, each half as often as not
         fives = 1.0 + torch.randint(0, 32, (columns - 1024,), generator=generator) / 32
         weight[1024:] = fives * 2.0 ** powers[1024:]

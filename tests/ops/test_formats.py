@@ -56,6 +56,9 @@ def test_a_scale_is_the_least_power_of_two_that_loses_no_number(name: str) -> No
     more = torch.nextafter(largest, torch.tensor(math.inf))
     for size, scale in ((largest, 1.0), (more, 2.0), (largest / 2, 0.5), (more / 2, 1.0)):
         assert quantize(size.expand(1, 32), name).scales.float().item() == scale
+    for power, byte in ((-128, 0), (-127, 0), (-126, 1)):  # byte 0 is 2**-127
+        scales = quantize((largest * 2.0**power).expand(1, 32), name).scales
+        assert scales.view(torch.uint8).item() == byte
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -69,6 +72,31 @@ def test_zeros_and_what_is_no_number(name: str) -> None:
         found = quantize(x, name).dequantize()
         assert found[1, 200].isnan()
         assert FORMATS[name].whole or torch.equal(found[0], torch.ones(256))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_finite_number_stays_finite(name: str) -> None:
+    """The largest numbers of float32, with a relative error of at most half a step; see formats.md."""
+    end = torch.tensor(torch.finfo(torch.float32).max).view(torch.int32)
+    sizes = (end - torch.arange(0, 1 << 23, 9973, dtype=torch.int32)).view(torch.float32)
+    x = torch.zeros(2 * len(sizes), 128)
+    x[:, 0] = torch.cat([sizes, -sizes])
+    half_step = {E4M3: 1 / 16, E5M2: 1 / 8, formats.FP4: 1 / 4}[FORMATS[name].values]
+    wholes = (None, 1.3e35, 2e35, 1e37, 3.4e38) if FORMATS[name].whole else (None,)
+    for whole in wholes:
+        found = quantize(x, name, whole=None if whole is None else torch.tensor(whole))
+        found.check_scales()
+        relative = (found.dequantize().double() / x.double())[:, 0] - 1
+        assert relative.isfinite().all() and relative.abs().max() <= half_step
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("mxfp8", 3.19e38), ("mxfp8_e5m2", 2.98e38), ("mxfp4", 2.55e38)]
+)
+def test_the_largest_numbers_saturate(name: str, most: float) -> None:
+    """The numbers of formats.md."""
+    x = torch.full((1, 32), torch.finfo(torch.float32).max)
+    assert f"{quantize(x, name).dequantize()[0, 0].item():.2e}" == f"{most:.2e}"
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(128, 4), (1, 1), (200, 7), (300, 9)])

@@ -39,8 +39,10 @@ from interlace.ops.matmul.formats import (
     E4M3,
     E8M0,
     FORMATS,
+    OPERAND_FORMATS,
     BlockFormat,
     Scaled,
+    operand_format,
     swizzled,
     unswizzled,
 )
@@ -116,7 +118,7 @@ class Scales:
 
     @property
     def kind(self) -> BlockFormat:
-        return FORMATS[self.format]
+        return OPERAND_FORMATS[self.format]
 
 
 def scaled_call(node: object) -> NamedCall | None:
@@ -167,7 +169,8 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
     except (ValueError, TypeError, RuntimeError) as error:
         raise Unfit(str(error)) from None
     if blocks:
-        return left, right, given.get("bias"), replace(scales, format=blocks[0].format)
+        format = operand_format(*(each.format for each in blocks))
+        return left, right, given.get("bias"), replace(scales, format=format)
     columns = [1, value(right).shape[1]]
     if (
         record.weight_by_rows
@@ -204,7 +207,7 @@ def block_operands(
     if scales.format:
         kind = scales.kind
         left, of_left = _as(left, kind.values), _as(of_left, kind.scale)
-        right, of_right = _as(right.mT, kind.values).mT, _as(of_right, kind.scale)
+        right, of_right = _as(right.mT, kind.of_weight.values).mT, _as(of_right, kind.scale)
     if of_left.dtype in (E4M3, E8M0):
         of_right = of_right if scales.scales_by_rows else of_right.mT
         if swizzled:

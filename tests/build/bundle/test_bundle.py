@@ -36,6 +36,7 @@ from interlace.runtime.tuning.configuration import gpu_default
 from interlace.tools import bundle
 from interlace.tools.bundle import OPS, kernels
 from interlace.tools.catalogue.build import BuildReport
+from interlace.tools.catalogue.catalogue import Entry
 from tiers import few, thorough
 
 # -- the manifest and the cubin ----------------------------------------------------------------
@@ -299,6 +300,13 @@ ERRORS = {
     "--set tiles=1: 'tiles' is no field": ["--op=all_reduce", "--out", "{out}", "--set", "tiles=1"],
     "--set block_m=3: block_m is 3;": ["--op=all_reduce", "--out", "{out}", "--set", "block_m=3"],
     "chunks is 300; a bundle has 256": ["--op=all_gather", "--out", "{out}", "--set", "chunks=300"],
+    "weight is 'kn': columns of mxfp8 are packed": [
+        "--op=matmul_all_reduce",
+        "--out={out}",
+        "--format=mxfp8",
+        "--weight=kn",
+    ],
+    "format is not an option of all_reduce": ["--op=all_reduce", "--out={out}", "--format=mxfp8"],
     "path is 'tma': sm_80": ["--op=matmul_all_reduce", "--out={out}", "--arch=80", "--path=tma"],
 }
 
@@ -329,6 +337,22 @@ def test_command_refuses_what_is_not_known(
         run(["build", "--op", "all_reduce", option, value])
     assert exit.value.code == 2
     assert f"argument {option}: {known}" in capsys.readouterr().err
+
+
+def test_a_format_packs_the_columns_of_the_weight(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--weight nk`` follows from ``--format``."""
+    names: list[str] = []
+
+    def no_reports(entries: list[Entry], **options: Any) -> list[BuildReport]:
+        names.extend(entry.name for entry in entries)
+        return [BuildReport(name="not compiled", arch=80, default=True, error="RuntimeError: no")]
+
+    monkeypatch.setattr(bundle, "build", no_reports)
+    options = ["--op", "matmul_all_reduce", "--format", "mxfp8", "--arch", "80"]
+    assert run(["build", *options, "--out", str(tmp_path)]) == 1
+    assert any(" nk" in name and "mxfp8" in name for name in names), names
 
 
 def test_one_kernel_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
+from interlace.ops.matmul.formats import quantize
 from multi.functional.op_cases import TABLE, Case, close_gradients, compare, expected, flat
 from ranks import ranks
 from support import compiled_anew
@@ -66,6 +67,20 @@ def check_in_one_graph(cases: list[Case], *, explicit: bool, backend: str = "aot
 
 
 ONE_OF_EACH_OP = list({case.op: case for case in reversed(TABLE)}.values())
+
+
+@ranks()
+def test_ranks_of_a_graph_compare_k_as_a_number_of_values() -> None:
+    """Of packed 4-bit rows; a graph does not compare k itself."""
+    x = quantize(torch.ones(4, (160, 288)[interlace.get_rank()]), "mxfp4")
+    factors = x.values, x.values.mT, x.scales, x.scales.mT
+    words = r"padded to 128\) differs between ranks: \(256,\) on rank 0, \(384,\) on rank 1"
+
+    def product(*factors: Any) -> Any:
+        return wait(functional.all_gather_scaled_matmul(*factors))  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=words):
+        compiled(product)(*factors)
 
 
 @thorough

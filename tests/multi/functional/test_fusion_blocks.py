@@ -54,7 +54,7 @@ def plain(x: Scaled, w: Scaled, **how: Any) -> Any:
     return interlace.all_gather_matmul(x, w.t(), **how)  # type: ignore[arg-type]
 
 
-def mxfp8_of_torchao() -> Made:
+def mxfp8_of_torchao(name: str = "mxfp8", of_weight: str = "mxfp8") -> Made:
     """``MXTensor``: scales are gathered plain, and swizzled for the matmul."""
 
     def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
@@ -63,8 +63,16 @@ def mxfp8_of_torchao() -> Made:
             gathered_bytes(q), w.t(), blocked, w_scales, out_dtype=torch.bfloat16
         )
 
-    x, w = shard("mxfp8"), weight("mxfp8")
+    x, w = shard(name), weight(of_weight)
     return layer, (x.values, x.scales, w.values, swizzled(w.scales)), plain(x, w)
+
+
+def e4m3_beside_e5m2() -> Made:
+    return mxfp8_of_torchao("mxfp8", "mxfp8_e5m2")
+
+
+def e5m2_beside_e4m3() -> Made:
+    return mxfp8_of_torchao("mxfp8_e5m2", "mxfp8")
 
 
 def two_readers() -> Made:
@@ -292,6 +300,8 @@ def both(name: str, op: str = GATHER) -> list[tuple[str, tuple[str, ...]]]:
 ROWWISE = "all_gather_matmul"
 CASES: dict[str, tuple[Callable[[], Made], list[tuple[str, tuple[str, ...]]]]] = {
     "mxfp8 of torchao": (mxfp8_of_torchao, both("mxfp8")),
+    "e4m3 beside e5m2": (e4m3_beside_e5m2, both("mxfp8 x mxfp8_e5m2")),
+    "e5m2 beside e4m3": (e5m2_beside_e4m3, both("mxfp8_e5m2 x mxfp8")),
     "two readers": (two_readers, both("mxfp8")),
     "blocks of DTensor": (blocks_of_dtensor, both("fp8_block128")),
     **{

@@ -370,6 +370,15 @@ def test_misuse_of_one_rank_is_named_on_all(form: str, number: int) -> None:
     check_refused(call, right, *refused[number])
 
 
+def test_lengths_of_packed_rows_are_named_in_bytes() -> None:
+    def call() -> None:
+        x = torch.zeros(4, 16 * (1 + interlace.get_rank()), dtype=torch.uint8)
+        experts.dispatch(x, IDX, None, 2)
+
+    text = "the number of bytes in a row of x differs between ranks: 16 on rank 0, 32 on rank 1"
+    assert text in str(failure(call, 2))
+
+
 def test_splits_must_be_those_of_the_tokens() -> None:
     def call() -> None:
         idx = torch.tensor([[0], [1]])

@@ -55,7 +55,9 @@ class BuildOptions(CommandOptions):
     out: str | None = option(None, metavar="DIR", help="directory to write the bundle to")
     dtype: str | None = option(None, metavar="NAME", help="dtype: " + ", ".join(_DTYPES))
     weight: str | None = option(
-        None, choices=("kn", "nk"), help="layout of the weight: contiguous along N (default) or K"
+        None,
+        choices=("kn", "nk"),
+        help="layout of the weight: contiguous along N (default without --format) or K",
     )
     bias: str | None = option(
         None, choices=("none", "n", "m"), help="bias: none (default), per column (n), per row (m)"
@@ -96,7 +98,7 @@ class BuildOptions(CommandOptions):
     format: str | None = option(
         None,
         choices=tuple(FORMATS),
-        help="block-scaled format of packed operands, with --weight nk; --dtype is the output dtype",
+        help="block-scaled format of packed operands; --weight is then nk, --dtype the output dtype",
     )
     head_dim: int | None = option(
         None, type=positive_int, metavar="N", help="head size of attention (default 128)"
@@ -244,6 +246,8 @@ def _options(given: BuildOptions) -> KernelOptions:
                 f"--dtype must be one of {', '.join(_DTYPES)}, got {chosen['dtype']!r}"
             )
         chosen["dtype"] = named[chosen["dtype"]]
+    if "format" in chosen and "format" in OPS[str(given.op)].options:
+        chosen.setdefault("weight", "nk")  # columns of a block-scaled weight are packed
     if chosen.get("bias") == "none":
         chosen["bias"] = ""
     overrides = dict(_override(text) for text in chosen.pop("set", ()))

@@ -358,9 +358,10 @@ def _prepared(
 
 
 def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
+    length = "the number of bytes in a row of x" if x.dtype == torch.uint8 else "hidden of x"
     return (
         ("dtype of x", x.dtype),
-        ("hidden of x", x.shape[1]),
+        (length, x.shape[1]),
         ("scales of x", None if scales is None else (scales.shape[1], scales.dtype)),
         ("whether there are topk_weights", weighted),
     )

@@ -45,7 +45,7 @@ from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
@@ -234,7 +234,7 @@ def started(
     received: Tensor | None,
 ) -> Event:
     """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
-    input, format = call.input, FORMATS.get(call.format)
+    input, format = call.input, OPERAND_FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
     rows = routes.most_received
@@ -354,13 +354,13 @@ def received_counts(name: str, value: Any, experts: int, world_size: int) -> lis
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
     return (
         ("dtype of input", call.input.dtype),
-        ("k of input", call.input.shape[1]),
+        ("format", call.format),
+        length_along_k("k of input", call.input.shape[1], call.format),
         ("the number of experts", experts),
         ("algorithm", call.algorithm),
         ("out_dtype", call.out_dtype),
         ("return_received", call.return_received),
         ("num_max_rows_per_rank", call.max_rows or None),
-        ("format", call.format),
     )
 
 
@@ -719,7 +719,7 @@ def multiply_by_expert(
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert
-        operands.multiply(output[rows], *factors, format=FORMATS.get(format))
+        operands.multiply(output[rows], *factors, format=OPERAND_FORMATS.get(format))
 
 
 def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[list[Tensor]]:

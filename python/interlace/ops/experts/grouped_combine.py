@@ -61,7 +61,7 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Op,
@@ -343,7 +343,7 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
     tuned = ""
     if not empty:
         about = most, columns, inner, communicator.world_size
-        format = tuning.tuned_as(FORMATS.get(call.format))
+        format = tuning.tuned_as(OPERAND_FORMATS.get(call.format))
         problem = tuning.Problem(OP, call.input.dtype, *about, **format)
         tuned = tuning.measured(communicator, problem).algorithm
     return choose_algorithm(place, wide, most, 0, empty=empty, tuned=tuned)
@@ -357,7 +357,7 @@ def _configured(
     mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
     resident = least_of_all(communicator, OP, f"programs for {dtype}", mine)
     _, inner, columns = call.weight.shape
-    kind = FORMATS.get(call.format)
+    kind = OPERAND_FORMATS.get(call.format)
     how = {"grouped": True, "fast_accum": kind is None or kind.fast_accum}
     return configuration.choose(place, dtype, rows, columns, inner, **how), resident
 
@@ -367,7 +367,7 @@ def _op(
 ) -> GroupedMatmulCombine:
     like = call.input.new_empty(0, call.weight.shape[2], dtype=call.out_dtype)
     home = combine.home_of(like, inverse, call.weights, outputs)
-    linear = Linear(call.weight, call.bias, home.output, format=FORMATS.get(call.format))
+    linear = Linear(call.weight, call.bias, home.output, format=OPERAND_FORMATS.get(call.format))
     return GroupedMatmulCombine(communicator, call.input, linear, home)
 
 

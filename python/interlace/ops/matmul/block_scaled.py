@@ -34,11 +34,13 @@ from interlace.ops.matmul.formats import (
     E8M0,
     FORMATS,
     FP4,
+    OPERAND_FORMATS,
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
     Scaled,
     format_named,
     multiply_packed,
+    operand_format,
     packed_rows,
     quantize,
     unpacked_rows,
@@ -84,7 +86,7 @@ def with_format(op: Op) -> Op:
 
     def start(communicator: Communicator, given: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
-            format_named(given.format)
+            format_named(given.format, OPERAND_FORMATS)
             made = packed_record(given)
         with contextlib.nullcontext() if made is given else comparing(("k", given.input.shape[-1])):
             return op.start(communicator, made, **out)
@@ -337,7 +339,7 @@ def packed(given: Any, *, check_scales: bool) -> Any:
             given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
-        _check(operands[0], each, operand_name, index, by_expert)
+        _check(operands[: index + 1], operand_name, by_expert)
         if check_scales:
             _check_scales(operand_name, each)
     biases = given.biases if name == "weights" else given.bias
@@ -348,7 +350,8 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     ):
         _refuse()
     input, *rows = map(packed_rows, operands)
-    values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
+    format = operand_format(operands[0].format, operands[1].format)
+    values = {"input": input, name: rows if several else rows[0], "format": format}
     return dataclasses.replace(given, **values)
 
 
@@ -477,12 +480,14 @@ def _check_scales(name: str, operand: Scaled) -> None:
             operand.check_scales()
 
 
-def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:
+def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
+    """Check the last of some operands, which begin with the input."""
+    input, operand = operands[0], operands[-1]
     if not isinstance(operand, Scaled):
         raise TypeError(
             f"{name} must be an interlace.Scaled as the other operands are, got {type(operand).__name__}"
         )
-    if not index:
+    if len(operands) == 1:
         if operand.inner != -1:
             raise ValueError("input must be [..., k], its blocks along k, got a transposed one")
         return
@@ -492,9 +497,15 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
             f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() has for w "
             f"(n, k); got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
         )
-    if operand.format != input.format:
+    if operand_format(input.format, operand.format) not in OPERAND_FORMATS:
         raise ValueError(
-            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format"
+            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format; "
+            "only mxfp8 and mxfp8_e5m2 may be together"
+        )
+    if operand.format != operands[1].format:
+        raise ValueError(
+            f"weight[0] is in {operands[1].format}, {name} in {operand.format}; all weights must be in one "
+            "format"
         )
     if operand.shape[-2] != input.shape[-1]:
         raise ValueError(

@@ -19,8 +19,8 @@ Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -37,6 +37,8 @@ FP4 = torch.float4_e2m1fn_x2
 SMALLEST = torch.finfo(torch.float32).tiny
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, FP4: 6.0}
 """The largest number of each dtype of values."""
+LARGEST_PRODUCTS = {E4M3: 1.875 * 2.0**127, E5M2: 1.75 * 2.0**127, FP4: 1.5 * 2.0**127}
+"""The largest float32 number that is one of those values times a power of two."""
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The e2m1 numbers by their three low bits. The fourth bit is the sign."""
 KERNEL_NAMES = {E4M3: "e4m3", E5M2: "e5m2", FP4: "e2m1", E8M0: "e8m0", torch.float32: "fp32"}
@@ -56,6 +58,7 @@ class BlockFormat:
     block : the numbers along k that share a scale; ``across``: for a weight, the numbers across k.
     packed : the numbers in one element of the values.
     whole : whether one more float32 scales the whole tensor.
+    weight_values : the dtype of a weight's values, if it differs.
     """
 
     name: str
@@ -65,6 +68,18 @@ class BlockFormat:
     across: int = 1
     packed: int = 1
     whole: bool = False
+    weight_values: torch.dtype | None = None
+
+    @property
+    def of_weight(self) -> BlockFormat:
+        """The format of a weight beside an input in this format."""
+        return replace(self, values=self.weight_values or self.values)
+
+    @property
+    def exchanged(self) -> BlockFormat:
+        """The format of the transposed product, whose first factor is the weight."""
+        of_input = None if self.weight_values is None else self.values
+        return replace(self.of_weight, weight_values=of_input)
 
     @property
     def step_bytes(self) -> tuple[int, int]:
@@ -75,6 +90,8 @@ class BlockFormat:
     def kernel_constants(self) -> dict[str, Any]:
         """The constants of kernels for this format."""
         names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
+        if self.weight_values is not None:
+            names["WEIGHT_VALUES"] = KERNEL_NAMES[self.weight_values]
         return {**names, "BLOCK": self.block}
 
     def row_bytes(self, numbers: int) -> int:
@@ -129,13 +146,36 @@ FORMATS = {
 }
 
 
-def format_named(name: object) -> BlockFormat:
+def operand_format(input: str, weight: str) -> str:
+    """Return the key of :data:`OPERAND_FORMATS` for an input and a weight in these formats."""
+    return input if input == weight else f"{input} x {weight}"
+
+
+def _pair(input: str, weight: str) -> BlockFormat:
+    name, of_weight = operand_format(input, weight), FORMATS[weight].values
+    return replace(FORMATS[input], name=name, weight_values=of_weight)
+
+
+_PAIRS = _pair("mxfp8", "mxfp8_e5m2"), _pair("mxfp8_e5m2", "mxfp8")
+OPERAND_FORMATS = {**FORMATS, **{each.name: each for each in _PAIRS}}
+"""The formats of an input and a weight, which are the same, or named in this order."""
+
+
+def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
+    """Return a term for ranks to compare: the length of rows. Of packed ones, their numbers and padding."""
+    if not format:
+        return name, length
+    numbers = OPERAND_FORMATS[format].steps(length) * INNER
+    return f"{name} (k is a number of values, padded to {INNER})", numbers
+
+
+def format_named(name: object, formats: Mapping[str, BlockFormat] = FORMATS) -> BlockFormat:
     """Return the format of that name. Raise a ValueError that lists the names."""
-    if not isinstance(name, str) or name not in FORMATS:
+    if not isinstance(name, str) or name not in formats:
         raise ValueError(
             f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
         )
-    return FORMATS[name]
+    return formats[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -426,13 +466,16 @@ def quantize(
     the least power of two with which no number is larger than the largest value. For nvfp4 it is the
     largest number divided by 6, relative to ``whole``, whose default is the largest of all numbers divided
     by 6 * 448. A block of zeros has the least possible scale. Values are rounded to nearest, ties to even.
-    No value saturates, with one exception. A scale of nvfp4 is itself rounded to nearest. So the largest
-    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. NaN
-    and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
+    No value saturates, with two exceptions. A scale of nvfp4 is itself rounded to nearest. So the largest
+    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. And
+    a number does not become infinite: if the nearest number of the format is beyond float32's largest, it
+    is rounded toward zero. NaN and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
+    A float64 number beyond float32's largest is infinity.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
-    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification rounds the exponent of a
-    scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine rounds it up, as here.
+    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification and torchao's default round
+    the exponent of a scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine and
+    torchao's ``ScaleCalculationMode.RCEIL`` round it up, as here.
 
     >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
     tensor([[ 1., -3.]])
@@ -457,7 +500,12 @@ def quantize(
     # Divide by a tensor: for a number, torch on a GPU multiplies with its reciprocal.
     wanted = largest / largest.new_full((), LARGEST[kind.values])
     scales = _scales(wanted, kind.scale)
+    if whole is not None:  # with the next lower scale, the product of the largest value is finite
+        infinite = (scales.float() * LARGEST[kind.values] * whole).isinf()
+        scales = (scales.view(torch.uint8) - infinite.to(torch.uint8)).view(kind.scale)
     factor = scales.float() if whole is None else scales.float() * whole
+    if kind.scale == E8M0:
+        tiles = tiles.clamp(-LARGEST_PRODUCTS[kind.values], LARGEST_PRODUCTS[kind.values])
     scaled = (tiles / factor.unsqueeze(-2).unsqueeze(-1)).flatten(-4, -3).flatten(-2)
     scaled = scaled[..., :rows, :length]
     values = pairs(scaled) if kind.packed > 1 else scaled.to(kind.values)
@@ -478,7 +526,8 @@ def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
         return wanted.clamp(min=SMALLEST)
     if dtype == E8M0:
         bits = wanted.contiguous().view(torch.int32)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up
+        exact = torch.where(bits < 0x800000, 0x400000, 0)  # 2**-127 has no exponent in float32
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) > exact)  # rounded up
         return exponent.clamp(0, 255).to(torch.uint8).view(E8M0)
     return wanted.clamp(2.0**-9, LARGEST[E4M3]).to(dtype)
 
@@ -602,8 +651,8 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
     wholes = [whole for *_, whole in sides]
     if left.is_cuda:
         numbers = [
-            _numbers(values, kind) * scales.float().repeat_interleave(kind.block, 1)
-            for values, scales, _ in sides
+            _numbers(values, own) * scales.float().repeat_interleave(kind.block, 1)
+            for (values, scales, _), own in zip(sides, (kind, kind.of_weight), strict=True)
         ]
         total = numbers[0] @ numbers[1].T
     else:
@@ -621,10 +670,10 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
 def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
     """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
-    for values, scales, _ in sides:
+    for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True):
         own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
         numbers = _numbers(
-            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], kind
+            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], side
         )
         if kind.scale != torch.float32:
             numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()

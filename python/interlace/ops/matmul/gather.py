@@ -20,7 +20,7 @@ from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product_of_rows
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -118,7 +118,7 @@ def prepared(
         matrices = list(buffers or [each.matrix for each in made])
         whole = matrices.pop() if given.return_gathered else None
         linears = [
-            Linear(weight, bias, output, activation=name, format=FORMATS.get(given.format))
+            Linear(weight, bias, output, activation=name, format=OPERAND_FORMATS.get(given.format))
             for weight, bias, output, name in zip(
                 operands.weights, operands.biases, matrices, operands.activations, strict=True
             )
@@ -162,16 +162,18 @@ def _agreed(
     """Return every rank's length along ``dim`` and all weights' columns. Raise unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
     mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
+    *others, last = shape[:dim] + shape[dim + 1 :]
+    of_shape, last = length_along_k("the shape of input off gather_dim", last, format)
     terms = (
         ("the number of dimensions of input", len(shape)),
         ("gather_dim", dim),
-        ("the shape of input off gather_dim", tuple(shape[:dim] + shape[dim + 1 :])),
+        ("format", format),
+        (of_shape, (*others, last)),
         ("dtype of input", dtype),
         ("algorithm", operands.algorithm),
         ("out_dtype", operands.dtype),
         ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
         ("return_gathered", bool(return_gathered)),
-        ("format", format),
     )
     answers = communicator.parts(communicator.call_of(OP, terms, mine))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
@@ -381,7 +383,7 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
             vector = each.biases[number] if each.biases else None
             bias = checked_bias(vector, weight.shape[1], each.input)
-            kind = FORMATS.get(each.format)
+            kind = OPERAND_FORMATS.get(each.format)
             multiply(products[number].matrix, matrix, weight, bias, format=kind)
         if each.return_gathered:
             products[-1].view.copy_(whole)

@@ -12,7 +12,7 @@ from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, 
 from interlace.kernels.block_scales import INNER
 from interlace.kernels.launch_formulas import Line, persistent_grid
 from interlace.ops.collectives import launch as plain
-from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
+from interlace.ops.matmul.formats import OPERAND_FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -24,8 +24,9 @@ from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
 LEAST_PACKED = 32
-"""The fewest numbers along k that are multiplied at once. Products of 16 numbers of 4 bits, which are 8
-bytes, are wrong in the place ptx for 8.0. The cause is unknown."""
+"""The fewest numbers along k that are multiplied at once. For ``mma.sync`` Triton 3.7 gives 8 neighbouring
+numbers of 4 bits to each of 4 threads, although a tile of 16 numbers has too few for them. The products are
+then wrong, on GPUs as in the place ptx. Triton's pull request 11691 mends it."""
 
 
 @dataclass
@@ -445,7 +446,7 @@ def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
     for each in ranks:
         input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
         partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
-        kind = FORMATS.get(each.format)
+        kind = OPERAND_FORMATS.get(each.format)
         multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None, format=kind)
         found.append(partial if dtype is torch.float64 else partial.float())
     return found

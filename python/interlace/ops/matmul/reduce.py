@@ -22,7 +22,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -145,7 +145,7 @@ class CheckedReduce:
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
-        self.format = FORMATS.get(given.format)
+        self.format = OPERAND_FORMATS.get(given.format)
         self.dim = None
         reduce_op = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
@@ -185,9 +185,11 @@ class CheckedReduce:
             output, view = scattered_product(self.input, *about, self.dtype)
         assert output is not None
         assert output.shape == (made.segments[self.communicator.rank][1], made.right.shape[1])
-        bias, along = self.bias, made.along
+        bias, along, format = self.bias, made.along, self.format
         if along == "m" and bias is not None:
             bias = bias[made.first : made.first + made.own]
+        if along == "m" and format is not None:
+            format = format.exchanged
         linear = Linear(
             made.right,
             bias,
@@ -195,7 +197,7 @@ class CheckedReduce:
             along,
             self.activation,
             average=self.average,
-            format=self.format,
+            format=format,
         )
         event = self.reduce_scatter(made.left, linear, made.segments)
         return Outcome(view if buffer is None else None, event)

@@ -28,7 +28,7 @@ from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from interlace.ops.matmul import block_scaled, gather, reduce
-from interlace.ops.matmul.formats import Scaled, multiply_packed
+from interlace.ops.matmul.formats import OPERAND_FORMATS, Scaled, multiply_packed
 from interlace.ops.matmul.scaled import repeated, scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, Started, finish, register as register_work
@@ -267,7 +267,8 @@ def fused_scaled_matmul_reduce_scatter(
 def _product_of_blocks(left: Scaled, right: Scaled, bias: Tensor | None) -> Tensor:
     call = reduce.ReductionArguments(left, right)
     call = block_scaled.packed(call, check_scales=True)
-    product = multiply_packed(call.input.flatten(0, -2), call.weight, left.kind)
+    rows, kind = call.input.flatten(0, -2), OPERAND_FORMATS[call.format]
+    product = multiply_packed(rows, call.weight, kind)
     return product if bias is None else product + bias
 
 

@@ -55,7 +55,7 @@ from interlace.ops.matmul import (
     launch_reduce as matmul_reduce,
     launch_reduce as node_matmul_reduce,
 )
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import FORMATS, OPERAND_FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.compiler.request import Entry as Entry
@@ -290,7 +290,7 @@ class MatmulVariant(KernelOptions):
     def configuration(self, arch: int) -> Configuration:
         """Return the configuration that is launched for these operands."""
         extents = self.rows, self.columns, self.inner
-        fast = FORMATS[self.format].fast_accum if self.format else self.fast_accum
+        fast = OPERAND_FORMATS[self.format].fast_accum if self.format else self.fast_accum
         kind = {"fast_accum": fast, "grouped": self.grouped}
         default = gpu_default(arch, self.torch_dtype, *extents, **kind)
         descriptors = default.descriptors and self.tma
@@ -300,7 +300,7 @@ class MatmulVariant(KernelOptions):
     def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
         """Return the input, with ``rows``, and the weight with its bias and scales."""
         columns, inner, dtype = self.columns, self.inner, self.torch_dtype
-        format = FORMATS.get(self.format)
+        format = OPERAND_FORMATS.get(self.format)
         inner = inner if format is None else format.row_bytes(inner)
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.weight == "nk":
