@@ -294,20 +294,7 @@ def fuse(
     'inference graph: fused 1 of 1 collectives (all_gather_matmul 1)'
     """
     check_options(policy, machine, patterns)
-    module = getattr(graph, "graph_module", graph)
-    report = _fuse(nodes.graph_of(graph), policy, machine, name, patterns)
-    if isinstance(module, fx.GraphModule):
-        module.recompile()
-    return report
-
-
-def _fuse(
-    graph: fx.Graph,
-    policy: str,
-    machine: Machine | None,
-    name: str,
-    patterns: Sequence[Pattern],
-) -> Report:
+    module, graph = getattr(graph, "graph_module", graph), nodes.graph_of(graph)
     report = Report(name)
     replaced: set[fx.Node] = set()
     carried: dict[fx.Node, str] = {}  # gathers of scales, and the op that also gathers them
@@ -343,6 +330,8 @@ def _fuse(
                 notes=("scales, which travel with the rows",),
             )  # fmt: skip
     nodes.restore_output_names(graph, names)
+    if isinstance(module, fx.GraphModule):
+        module.recompile()
     return report
 
 

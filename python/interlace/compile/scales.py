@@ -236,40 +236,11 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # -- a rank's own scales, from the gathered scales ----------------------------------------------------
 
 _MOVING = {
-    *(
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "t",
-        "transpose",
-        "clone",
-        "expand",
-        "unsqueeze",
-    ),
-    *(
-        "squeeze",
-        "slice",
-        "slice_scatter",
-        "split",
-        "cat",
-        "constant_pad_nd",
-        "copy",
-        "alias",
-        "detach",
-    ),
-    *("full", "zeros", "empty", "new_zeros", "new_empty", "new_full", "select", "empty_strided"),
-    *(
-        "as_strided",
-        "flatten",
-        "stack",
-        "contiguous",
-        "zeros_like",
-        "full_like",
-        "empty_like",
-        "fill",
-    ),
-}
+    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "clone", "expand", "unsqueeze",
+    "squeeze", "slice", "slice_scatter", "split", "cat", "constant_pad_nd", "copy", "alias", "detach",
+    "full", "zeros", "empty", "new_zeros", "new_empty", "new_full", "select", "empty_strided",
+    "as_strided", "flatten", "stack", "contiguous", "zeros_like", "full_like", "empty_like", "fill",
+}  # fmt: skip
 """aten's ops that move numbers and do not compute."""
 
 

@@ -28,6 +28,12 @@ from interlace.runtime.core.call import Call
 Tensor = torch.Tensor
 
 
+def _options(layer: object) -> dict[str, Any]:
+    """Return the options of attention that are attributes of a layer."""
+    names = ("causal", "scale", "window", "group", "layout", "balance", "algorithm")
+    return {name: getattr(layer, name) for name in names}
+
+
 class ContextParallelAttention(OnGroup):
     """:func:`interlace.nn.functional.context_parallel_attention` as a module.
 
@@ -64,20 +70,8 @@ class ContextParallelAttention(OnGroup):
         self.layout, self.balance, self.algorithm = layout, balance, algorithm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return context_parallel_attention(  # type: ignore[return-value]
-            q,
-            k,
-            v,
-            method=self.method,
-            causal=self.causal,
-            scale=self.scale,
-            window=self.window,
-            cu_seqlens=cu_seqlens,
-            group=self.group,
-            layout=self.layout,
-            balance=self.balance,
-            algorithm=self.algorithm,
-        )
+        how = _options(self)
+        return context_parallel_attention(q, k, v, method=self.method, cu_seqlens=cu_seqlens, **how)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         return f"{self.method}, causal={self.causal}, {self.balance}, world_size={self.group.world_size}"
@@ -174,11 +168,7 @@ class UlyssesAttention(OnGroup):
         lengths: Sequence[int] | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        how: dict[str, object] = {
-            "causal": self.causal, "scale": self.scale, "window": self.window, "layout": self.layout,
-            "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
-            "cu_seqlens": cu_seqlens,
-        }  # fmt: skip
+        how = {**_options(self), "cu_seqlens": cu_seqlens}
         if rotary is not None and not callable(rotary):
             text = f"rotary must be callable or None, got {rotary!r}"
             refuse("UlyssesAttention", self.group, "", TypeError(text))

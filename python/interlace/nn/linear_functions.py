@@ -51,10 +51,11 @@ from interlace.ops.matmul.block_scaled import (
     product_of_rows,
 )
 from interlace.ops.matmul.formats import Scaled, format_named, packed_rows
-from interlace.ops.matmul.gather import AllGatherMatmulArguments
+from interlace.ops.matmul.gather import AllGatherMatmulArguments, start_gradients
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
-from interlace.ops.matmul.reduce import ReductionArguments
+from interlace.ops.matmul.reduce import ReductionArguments, start_gathers
 from interlace.ops.op.op import Started, finish
+from interlace.ops.op.recording import start_unrecorded
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
 
@@ -348,6 +349,12 @@ class Layer:
             return Layer(None, 0, False, **options)
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
+    def prepare(self, ctx: Any) -> None:
+        """Set the attributes that the gradients of the ops read, for matrices in place of tensors."""
+        ctx.layer, ctx.format, ctx.name = self, self.format, self.communicator
+        ctx.size = self.communicator.world_size if self.communicator else 1
+        ctx.dim, ctx.lengths, ctx.algorithm, ctx.reduced = 0, None, "auto", not self.sharded
+
 
 def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
     """Decorate a step of an autograd function: if it fails on one rank, it fails on all as ``op``.
@@ -404,9 +411,9 @@ def _linear(
     return output
 
 
-def _finished(started: Started) -> list[Tensor]:
+def _finished(made: Started | Tensor) -> list[Tensor]:
     """Return the complete outputs as separate tensors: autograd forbids in-place changes of views."""
-    return [each.data for each in finish(started)]
+    return [each.data for each in finish(made)] if isinstance(made, Started) else [made]
 
 
 def _deferred(layer: Layer) -> DeferredWeightGradients | None:
@@ -466,7 +473,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                 made = layer.out_dtype or dtype
                 pairs = zip(weights, biases, strict=True)
                 outputs = [_linear(own, w, b, made, layer.format) for w, b in pairs]
-        ctx.layer, ctx.shape, ctx.gathered = layer, input.shape, kept is not own
+        layer.prepare(ctx)
+        ctx.shape, ctx.with_gathered = input.shape, kept is not own or not layer.sharded
         ctx.input_dtype = input.dtype
         ctx.parameters = given[:count]
         ctx.bias_dtypes = [None if each is None else each.dtype for each in given[count:]]
@@ -486,17 +494,13 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         with _as_is(kept.device.type):
             rows = {i: rows_of(grads[i].to(kept.dtype), layer.dim) for i in used}  # type: ignore[union-attr]
             input = rows_of(kept, layer.dim)
-            over = layer.communicator if layer.sharded and not ctx.gathered else None
-            # the gather runs while the gradient of the input is computed
+            over = None if ctx.with_gathered else layer.communicator
             deferred = _deferred(layer) if wanted else None
-            over_now = over if wanted and deferred is None else None
-            whole = gather_rows(over_now, input, layer.format)
-            started = None
-            if needed[2] and used:
-                started = _start_of_input(
-                    layer, [rows[i] for i in used], [weights[i] for i in used]
-                )
-            (input,) = finish(whole)
+            ctx.shared, ctx.weighed = needed[2], [deferred is None for _ in wanted]
+            products, factors = [rows[i] for i in used], [weights[i].t() for i in used]
+            # the gather runs while the gradient of the input is computed
+            whole, of_input = start_gradients(ctx, input, products, factors, start=start_unrecorded)
+            input = _finished(whole)[0]
             learning = [ctx.parameters[i] for i in wanted]
             found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
@@ -504,9 +508,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         for i in used:
             if needed[3 + count + i]:
                 of_biases[i] = grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
-        of_input = None
-        if started is not None:
-            of_input = _unrows(_finished(started)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
+        if of_input is not None:
+            of_input = _unrows(_finished(of_input)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
         return (None, None, of_input, *[of_weights.get(i) for i in range(count)], *of_biases)
 
 
@@ -514,18 +517,6 @@ def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     """Return a matrix with rows in the order of ``dim``, with the leading dimensions of ``shape``."""
     others = [length for index, length in enumerate(shape[:-1]) if index != dim]
     return unrows(matrix, [shape[dim], *others], dim)
-
-
-def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) -> Started:
-    """Start to sum ``grads[i] @ weights[i]`` over all i and ranks; only this rank's rows if sharded."""
-    grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
-    over = layer.communicator
-    if over is None:
-        return Started([product(grad, weight, layer.format)], None)
-    op = op_of("matmul_reduce_scatter" if layer.sharded else "matmul_all_reduce", layer.format)
-    dim = 0 if layer.sharded else None
-    return op.start(over, ReductionArguments(grad, weight, scatter_dim=dim, format=layer.format))
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -548,7 +539,8 @@ class RowParallelLinearFunction(torch.autograd.Function):
                     format=layer.format,
                 )  # fmt: skip
                 (output,) = _finished(op_of(call.op, layer.format).start(communicator, call))
-        ctx.layer, ctx.parameter = layer, weight
+        layer.prepare(ctx)
+        ctx.parameter, ctx.arguments = weight, ReductionArguments(None, format=layer.format)
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(own, matrix)
         return output
@@ -560,32 +552,28 @@ class RowParallelLinearFunction(torch.autograd.Function):
         layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors
         _, shared, weighed, biased = ctx.needs_input_grad
+        ctx.needs = {n for n, each in (("input", shared), ("weight", weighed)) if each}
         over = layer.communicator if layer.sharded else None
         of_input = of_weight = of_bias = bias_sum = None
         with _as_is(kept.device.type):
             rows = rows_of(grad.to(kept.dtype), layer.dim)
-            started = None
-            # with a format, the two matmuls need different blocks
-            at_once = shared and weighed and not layer.format
-            gathered = gather_rows(over if weighed and not at_once else None, rows, layer.format)
-            if shared and over is None:
-                started = Started([product(rows, weight, layer.format)], None)
-            elif shared and over is not None:
-                call = AllGatherMatmulArguments(rows, [weight], [], 0, at_once, format=layer.format)
-                started = op_of("all_gather_matmul", layer.format).start(over, call)
+            whole = rows
+            if over is not None:
+                whole, of_input = start_gathers(ctx, rows, weight, 0, start=start_unrecorded)
+            elif shared:
+                of_input = product(rows, weight, layer.format)
             if biased:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
                 if over is not None:
                     bias_sum = _all_reduce(over, (of_bias,), async_op=True)
-            (whole,) = finish(gathered)
-            if started is not None:
-                of_input, *rest = _finished(started)
+            if of_input is not None:
+                of_input, *rest = _finished(of_input)
                 whole = rest[0] if rest else whole
             if weighed:
                 input = rows_of(kept, layer.dim)
                 (of_weight,) = _of_weights(
-                    layer, _deferred(layer), [ctx.parameter], [whole], input, None
+                    layer, _deferred(layer), [ctx.parameter], _finished(whole), input, None
                 )
         if of_input is not None:
             of_input = _unrows(of_input, kept.shape, layer.dim).to(ctx.input_dtype)
@@ -681,13 +669,6 @@ def weight_gradient(
     return _gradient_matrix(grad, input, format).to(weight.dtype)
 
 
-def gather_rows(communicator: Communicator | None, rows: Tensor, format: str = "") -> Started:
-    """Start to gather ``rows``, equally many on all ranks. Without a communicator, return ``rows``."""
-    if communicator is None:
-        return Started([rows], None)
-    return records.ALL_GATHER.begin(communicator, (gathered_rows(rows, format), 0))
-
-
 class _Deferred(NamedTuple):
     """Deferred gradients. ``communicator``: the group over which to gather ``input`` first, or None."""
 
@@ -699,7 +680,11 @@ class _Deferred(NamedTuple):
     format: str
 
     def start(self) -> Started:
-        return gather_rows(self.communicator, self.input, self.format)
+        if self.communicator is None:
+            return Started([self.input], None)
+        return records.ALL_GATHER.begin(
+            self.communicator, (gathered_rows(self.input, self.format), 0)
+        )
 
 
 class DeferredWeightGradients:

@@ -294,7 +294,6 @@ class VocabParallelCrossEntropy(OnGroup):
     """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
     Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as for the function. Raises
     ValueError or TypeError in forward, as the function does.
-    raises the function's errors.
 
     >>> def loss():
     ...     return nn.VocabParallelCrossEntropy(reduction="sum")(torch.zeros(1, 2), torch.tensor([0]))

@@ -584,10 +584,10 @@ def indexed_all_to_all_v(
     ----------
     tensor : any dtype, the same shape on all ranks except along ``dim``.
     indices : for each rank, the positions along ``dim`` that it gets, a 1-D tensor of ints. A position may
-        go to several ranks, or several times to one, or to none. sizes : ``sizes[s][r]`` is the number that
-    rank s selects for rank r, if known; compared with ``indices``. accumulate : how gradients are summed
-    over all copies of a position. "fp32" rounds the sum once to their
-        dtype (wider dtypes stay), None rounds to their dtype after each addition.
+        go to several ranks, or several times to one, or to none.
+    sizes : ``sizes[s][r]`` is the number that rank s selects for rank r, if known; compared with
+        ``indices``.
+    accumulate : how gradients are summed over all copies of a position, as for :func:`all_gather_v`.
 
     Raises ValueError or TypeError on every rank before the tensors move.
 

@@ -58,7 +58,7 @@ from interlace.ops.op.op import (
     constant,
     requires_gradients,
 )
-from interlace.ops.op.recording import ContinuedWork, call
+from interlace.ops.op.recording import ContinuedWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -114,11 +114,11 @@ def op_of(name: str, format: str) -> Op:
     return with_format(op) if format else op
 
 
-def call_in(format: str, name: str, *arguments: Any) -> Any:
-    """Call an op; with a format, the op for block-scaled operands. The last arguments are the group."""
+def call_in(start: Callable[..., Any], format: str, name: str, *arguments: Any) -> Any:
+    """Start an op; with a format, the op for block-scaled operands. The last arguments are the group."""
     *own, size, group = arguments
     of_format = [format] if format else []
-    return call(op_of(name, format).name, *own, *of_format, size, group)
+    return start(op_of(name, format).name, *own, *of_format, size, group)
 
 
 def _of_floats(gradient: OpGradient) -> OpGradient:

@@ -10,7 +10,7 @@ the product's gradient. The op that communicates is started first, and waited fo
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
-from interlace.ops.matmul.block_scaled import call_in, packed_parts, product_of_rows
+from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
 from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
 from interlace.ops.matmul.operands import (
     Linear,
@@ -44,7 +44,7 @@ from interlace.ops.op.op import (
     start_form,
     wait,
 )
-from interlace.ops.op.recording import Ops
+from interlace.ops.op.recording import call
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -54,7 +54,6 @@ from interlace.runtime.tuning.tuning import choose_algorithm
 
 OP = "all_gather_matmul"
 Tensor = torch.Tensor
-_ops: Any = Ops()
 
 
 @dataclasses.dataclass
@@ -266,7 +265,7 @@ def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Starte
 
 def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
     ctx.dim, ctx.algorithm, ctx.format = given.gather_dim, given.algorithm, given.format
-    ctx.with_gathered = given.return_gathered
+    ctx.with_gathered, ctx.reduced = given.return_gathered, False
     count = len(given.weights)
     of_op = output[count + given.return_gathered :]
     ctx.lengths = of_op[0].tolist() if of_op else given.lengths
@@ -281,11 +280,8 @@ def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
     kept, *weights = ctx.saved_tensors
     products = [None if grad is None else grad.to(kept.dtype) for grad in grads[: len(weights)]]
-    gathered = kept
-    if not ctx.with_gathered and any(ctx.weighed):
-        gathered = _start_of_rows(ctx, kept)
     of_gathered = grads[len(weights)] if ctx.with_gathered else None
-    of_input = _of_shards(ctx, products, weights, of_gathered) if ctx.shared else None
+    gathered, of_input = start_gradients(ctx, kept, products, weights, of_gathered)
     of_weights: list[Tensor | None] = [None] * len(weights)
     if any(ctx.weighed):
         whole = wait(gathered)
@@ -305,49 +301,63 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
     return {"input": of_input, "weights": of_weights, "biases": of_biases}
 
 
-def _start_of_rows(ctx: Any, shard: Tensor) -> Any:
-    """Start to gather the rows of the input; with a format as packed parts."""
-    if not ctx.format:
-        return _ops.all_gather(shard, ctx.dim, ctx.size, ctx.name)
-    dim = ctx.dim % shard.dim()
-    equal = shard if ctx.lengths is None else padded(shard, dim, max(ctx.lengths))
-    part = packed_parts(rows(equal, dim), 1, ctx.format)
-    return _ops.all_gather(part, 0, ctx.size, ctx.name)
-
-
 def _part_rows(ctx: Any, product: Tensor) -> Tensor:
     """Return the rows of a product's gradient; with a format, each rank's part is padded to the longest."""
     lengths = ctx.lengths if ctx.format else None
     return rows(spread(product, lengths, ctx.dim), ctx.dim)
 
 
-def _of_shards(
+def start_gradients(
     ctx: Any,
+    kept: Tensor,
     products: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    of_gathered: Tensor | None,
-) -> Any:
-    """Start the input's gradient: products' gradients times their weights, reduced and scattered.
+    of_gathered: Tensor | None = None,
+    start: Callable[..., Any] = call,
+) -> tuple[Any, Any]:
+    """Start to gather the input for weights' gradients, with a format as packed parts, and its gradient.
 
-    Unequal shards are padded with zeros.
+    The latter is the sum of the products' gradients times their weights, reduced and scattered. Unequal
+    shards are padded with zeros. In a linear layer, all ranks may have the whole input: then the sum is
+    only reduced, or with ``ctx.name`` None not even that.
     """
     dim, size, name, lengths = ctx.dim, ctx.size, ctx.name, ctx.lengths
+    gathered = kept
+    if any(ctx.weighed) and not ctx.with_gathered:
+        part, along = kept, dim
+        if ctx.format:
+            equal = kept if lengths is None else padded(kept, dim % kept.dim(), max(lengths))
+            part, along = packed_parts(rows(equal, dim), 1, ctx.format), 0
+        gathered = start("all_gather", part, along, size, name)
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
-    if not pairs:
-        if of_gathered is None:
-            return None
-        return _ops.reduce_scatter(spread(of_gathered, lengths, dim), "sum", dim, size, name)
-    product = pairs[0][0] if len(pairs) == 1 else torch.cat([p for p, _ in pairs], -1)
-    weight = pairs[0][1] if len(pairs) == 1 else torch.cat([w for _, w in pairs], 1)
+    if not ctx.shared or not (pairs or of_gathered is not None):
+        return gathered, None
+    if pairs:
+        grad = pairs[0][0] if len(pairs) == 1 else torch.cat([p for p, _ in pairs], -1)
+        weight = pairs[0][1] if len(pairs) == 1 else _side_by_side([w for _, w in pairs])
     if of_gathered is not None:
-        total = spread(of_gathered + product @ weight.t(), lengths, dim)
-        return _ops.reduce_scatter(total, "sum", dim, size, name)
-    if dim in (-1, product.dim() - 1):
-        weight = spread(weight, lengths, 0)
-    else:
-        product = spread(product, lengths, dim)
-    how = ("sum", dim, None, ctx.algorithm, None, size, name)
-    return call_in(ctx.format, "matmul_reduce_scatter", product, weight.t(), None, *how)
+        total = of_gathered + grad @ weight.t() if pairs else of_gathered
+        total = spread(total, lengths, dim)
+        return gathered, start("reduce_scatter", total, "sum", dim, size, name)
+    if name is None:
+        return gathered, product(grad, weight.t(), ctx.format)
+    op: str = "matmul_all_reduce"
+    where: tuple[Any, ...] = ()
+    if not ctx.reduced:
+        op, where = "matmul_reduce_scatter", (dim, None)
+        if dim in (-1, grad.dim() - 1):
+            weight = spread(weight, lengths, 0)
+        else:
+            grad = spread(grad, lengths, dim)
+    how = ("sum", *where, ctx.algorithm, None, size, name)
+    return gathered, call_in(start, ctx.format, op, grad, weight.t(), None, *how)
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    """Return one weight with the columns of all, in memory by rows or by columns as the first one."""
+    if weights[0].stride(0) == 1:
+        return torch.cat([each.t() for each in weights], 0).t()
+    return torch.cat([*weights], 1)
 
 
 def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,7 @@ all ranks have the product, the gradients are an all_reduce, then matmuls.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from interlace.ops.op.op import (
     wait,
     without_tensors,
 )
-from interlace.ops.op.recording import Ops
+from interlace.ops.op.recording import Ops, call
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -392,29 +392,46 @@ def factor_gradients(
         algorithm = "auto"  # not all algorithms can gather the contracted dimension
         if given.length is not None:
             factor = padded(factor, 0, size * longest(length, size))
-    parts = None
-    if given.format and weighed:
-        parts = _ops.all_gather(packed_parts(rows(grad, dim), 1, given.format), 0, size, name)
+    whole, products = start_gathers(ctx, grad, factor, dim, algorithm)
     if shared:
-        of_input, *gathered = call_in(
-            given.format, "all_gather_matmul",
-            grad, [factor], [], dim, weighed and parts is None, algorithm, None, size, name,
-        )  # fmt: skip
+        of_input, *gathered = products
         of_input = wait(of_input)
         # the padding follows all parts
         found["input"] = of_input if columns else of_input.narrow(dim, 0, length)
-    elif parts is None:
-        gathered = [_ops.all_gather(grad, dim, size, name)]
-    if parts is not None:
-        equal = input
-        if given.length is not None:
-            equal = padded(input, dim, size * longest(length, size))
-        of_weight = product_of_rows(rows(equal, dim), wait(parts), given.format)
+        whole = gathered[0] if gathered else whole
+    if weighed:
+        whole, left = wait(whole), input
+        if not given.format:
+            whole = rows(whole.narrow(dim, 0, length), dim)
+        elif given.length is not None:
+            left = padded(input, dim, size * longest(length, size))
+        of_weight = product_of_rows(rows(left, dim), whole, given.format)
         found["weight"] = of_weight.to(weight.dtype)
-    elif weighed:
-        whole = wait(gathered[0]).narrow(dim, 0, length)
-        found["weight"] = rows(input, dim).mT @ rows(whole, dim)
     return found
+
+
+def start_gathers(
+    ctx: Any,
+    grad: Tensor,
+    factor: Tensor,
+    dim: int,
+    algorithm: str = "auto",
+    start: Callable[..., Any] = call,
+) -> tuple[Any, Any]:
+    """Start to gather the product's gradient alone, and the input's gradient, maybe with the former.
+
+    A linear layer does so, too. ``ctx.needs`` decides about both; with a format, they need other blocks.
+    """
+    format, group, alone = ctx.arguments.format, (ctx.size, ctx.name), None
+    shared, weighed = "input" in ctx.needs, "weight" in ctx.needs
+    if weighed and format:
+        alone = start("all_gather", packed_parts(rows(grad, dim), 1, format), 0, *group)
+    elif weighed and not shared:
+        alone = start("all_gather", grad, dim, *group)
+    if not shared:
+        return alone, None
+    how = (dim, weighed and not format, algorithm, None, *group)
+    return alone, call_in(start, format, "all_gather_matmul", grad, [factor], [], *how)
 
 
 def _view(given: ReductionArguments, size: int) -> Tensor:

@@ -33,6 +33,7 @@ from interlace.ops.op.async_tensor import AsyncTensor, wait
 from interlace.ops.op.op import (
     OPS,
     Op,
+    Started,
     finish,
     names_of_tensors,
     register,
@@ -92,6 +93,12 @@ def call(name: str, *args: Any) -> Any:
         # a simulated rank cannot wait within another rank's backward
         (finish if communicator.place.simulated else register)(started)
     return outputs if op.several else outputs[0]
+
+
+def start_unrecorded(name: str, *args: Any) -> Started:
+    """Start an op on a communicator, in a backward that has no gradient; :func:`finish` waits for it."""
+    *own, _, communicator = args
+    return OPS[name].begin(communicator, own)  # type: ignore[no-any-return]
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
