@@ -56,12 +56,11 @@ from interlace.ops.op.op import (
     Setting,
     Started,
     constant,
-    requires_gradients,
 )
 from interlace.ops.op.recording import ContinuedWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.context import comparing
 from interlace.runtime.core.stream import Outcome
 
