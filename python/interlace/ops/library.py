@@ -20,7 +20,10 @@ BY_NAME = registry.OPS
 for op in list(BY_NAME.values()):
     if "format" in op.without and "weight" not in op.without:
         block_scaled.with_format(op)
-OPS = tuple(BY_NAME.values())
+_files = [file.__name__ for family in FAMILIES for file in family]
+# an op of a format has the arguments of the op that it was made from
+OPS = tuple(sorted(BY_NAME.values(), key=lambda op: _files.index(op.arguments.__module__)))
+"""All ops, in the order of the families, whichever file was imported first."""
 
 torch_library.register_group_size()
 for op in OPS:
