@@ -24,12 +24,11 @@ from interlace import functional, reference
 from interlace.arguments.words import RunPlace
 from interlace.benchmark import protocol
 from interlace.benchmark.expert_rows import AllToAllGroupedRows
-from interlace.benchmark.requests import OPS
+from interlace.benchmark.requests import FUSED, OPS, TUNED
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.launch import MOST_BYTES
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul.formats import FORMATS
-from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import write
 from interlace.output.options import CommandOptions, option, positive_int, seed_number
@@ -361,44 +360,33 @@ class _CheckedOp(NamedTuple):
         return {name: tuple(_kernels_of(self.op, name)) for name in self.ways}
 
 
-_TOKENS = (48, 4, 16), (1024, 8, 128)
-_PRODUCTS = (48, 48, 24), (1024, 1024, 512)
-_SMALL = (48, 48, 24), (128, 1024, 512)  # for these sizes all-reduce is one kernel
-_MOVED = (48, 40), (1024, 2048)
-_WORDS = (48, 32), (8, 1024)
-_ROWS = (
-    _CheckedOp(
-        "context_parallel_attention", _TOKENS, ("all_gather fused", "ring fused", "ulysses fused")
-    ),
-    _CheckedOp("context_parallel_attention_backward", _TOKENS, ("all_gather fused", "ring fused")),
-    _CheckedOp("distributed_decode", _TOKENS),
-    _CheckedOp("matmul_reduce_scatter_norm", _PRODUCTS),
-    _CheckedOp("matmul_all_reduce_norm", _SMALL),
-    _CheckedOp("reduce_scatter_norm", _MOVED),
-    _CheckedOp(GATHERED_ROWS.name, _MOVED),
-    _CheckedOp("all_reduce_norm", _WORDS, ("low_latency",)),
-    _CheckedOp("dispatch", _MOVED),
-    _CheckedOp("combine", _MOVED),
-    _CheckedOp("all_to_all_grouped_matmul", _PRODUCTS, ("fused", COUNTED)),
-    _CheckedOp("all_gather_grouped_matmul", _PRODUCTS),
-    _CheckedOp("grouped_matmul_combine", _PRODUCTS),
-    _CheckedOp("matmul_all_to_all", _PRODUCTS),
-    _CheckedOp("all_to_all_matmul", _PRODUCTS),
+_HEADS_OF = tuple(op for op, kind in TUNED.items() if "key_heads" in kind.settings)
+_WIDE = (48, 48, 160), (128, 1024, 512)  # of more numbers along k than the 128 of a step
+_BY_SIZES = {
+    ("m", "n", "k"): ((48, 48, 24), (1024, 1024, 512)),
+    ("m", "n"): ((48, 40), (1024, 2048)),
+}
+_SIZES: dict[str, tuple[Sizes, Sizes]] = {
+    **dict.fromkeys(_HEADS_OF, ((48, 4, 16), (1024, 8, 128))),
+    "matmul_all_reduce_norm": ((48, 48, 24), (128, 1024, 512)),  # all-reduce is one kernel
+    "all_reduce_norm": ((48, 32), (8, 1024)),
+    **dict.fromkeys(FUSED, _WIDE),
+}
+"""Sizes that are not those of all ops with a shape of that kind."""
+_WAYS = {
+    "context_parallel_attention": ("all_gather fused", "ring fused", "ulysses fused"),
+    "context_parallel_attention_backward": ("all_gather fused", "ring fused"),
+    "all_reduce_norm": ("low_latency",),
+    "all_to_all_grouped_matmul": ("fused", COUNTED),
+}
+_ROWS = {
+    op: _CheckedOp(op, _SIZES.get(op) or _BY_SIZES[kind.sizes], _WAYS.get(op, ("fused",)))
+    for op, kind in TUNED.items()
+}
+"""Ops of ``bench``. Those in ``FUSED`` have block-scaled operands here; :func:`dense` has others."""
+_PLAIN = (
     *(_CheckedOp(op, ((4096,), (1 << 20,)), ("multimem",)) for op in COLLECTIVES),
     _CheckedOp("broadcast", ((4096,), (1 << 14,)), ("low_latency",)),
-)
-
-_WIDE = (48, 48, 160), (128, 1024, 512)  # of more numbers along k than the 128 of a step
-_SCALED_ONLY = tuple(
-    _CheckedOp(op, _WIDE)
-    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-)
-"""Ops that are checked here on block-scaled operands alone, and above on others."""
-
-_HEADS_OF = (
-    "context_parallel_attention",
-    "context_parallel_attention_backward",
-    "distributed_decode",
 )
 _NORMS = ("reduce_scatter_norm", "matmul_reduce_scatter_norm", "all_reduce_norm")
 
@@ -425,7 +413,7 @@ _BRANCHES = (
     *(
         _Branch(op, f"{name} operands", {"format": name}, _WIDE)
         for name in FORMATS
-        for op in (*(each.op for each in _SCALED_ONLY), "grouped_matmul_combine")
+        for op in (*FUSED, "grouped_matmul_combine")
     ),
     *(_Branch("dispatch", f"{name} tokens", {"format": name}) for name in FORMATS),
 )
@@ -433,14 +421,14 @@ _BRANCHES = (
 
 def branches(device: str, world_size: int) -> Iterator[CheckCase]:
     """Yield cases of branches in kernels; the tiles of heads depend on size and dtype."""
-    on_gpu, by_op = device == "cuda", {each.op: each for each in (*_ROWS, *_SCALED_ONLY)}
+    on_gpu = device == "cuda"
     for op, what, settings, sizes in _BRANCHES:
-        algorithm, kernels = next(iter(by_op[op].algorithms.items()))
+        algorithm, kernels = next(iter(_ROWS[op].algorithms.items()))
         heads = (("key_heads", 2),) if op in _HEADS_OF else ()
         tiles = what.startswith("heads") and on_gpu
         for dtype in ("bf16", "fp32") if tiles else ("bf16",):
             yield RowsCase(
-                *(op, f"{algorithm}, {what}", world_size, (sizes or by_op[op].sizes)[on_gpu]),
+                *(op, f"{algorithm}, {what}", world_size, (sizes or _ROWS[op].sizes)[on_gpu]),
                 *(dtype, kernels),
                 branch=what,
                 settings=(*heads, *settings.items()),
@@ -450,8 +438,8 @@ def branches(device: str, world_size: int) -> Iterator[CheckCase]:
 def rows(device: str, world_size: int) -> Iterator[CheckCase]:
     """Yield each op in the dtype of models; on a GPU attention in the others as well."""
     on_gpu = device == "cuda"
-    for each in _ROWS:
-        heads = each.sizes == _TOKENS
+    for each in (*(_ROWS[op] for op in _ROWS if op not in FUSED), *_PLAIN):
+        heads = each.op in _HEADS_OF
         for variant, kernels in each.algorithms.items():
             about = each.op, variant, world_size, each.sizes[on_gpu]
             settings = (("key_heads", 2),) if heads else ()
