@@ -227,8 +227,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
-        if before is not None:
+        if before is None:
+            del os.environ[name]
+        else:
             os.environ[name] = before
 
 
