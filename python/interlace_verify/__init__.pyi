@@ -12,16 +12,13 @@ from interlace_verify.lint_check.check import (
     Fault as Fault, LintReport as LintReport, LintRequest as LintRequest, RULES as RULES,
     lint as lint, lint_many as lint_many,
 )
-from interlace_verify.machine.launch import (
+from interlace_verify.machine.compiled import (
     launch_ptx as launch_ptx,
 )
 from interlace_verify.protocols.explorer import (
-    Counterexample as Counterexample, Exploration as Exploration, StateLimitError as StateLimitError,
-    explore as explore,
-)
-from interlace_verify.protocols.steps import (
-    CompareAndSwap as CompareAndSwap, Process as Process, Protocol as Protocol, Publish as Publish,
-    Wait as Wait, read as read, write as write,
+    CompareAndSwap as CompareAndSwap, Counterexample as Counterexample, Exploration as Exploration,
+    Process as Process, Protocol as Protocol, Publish as Publish, StateLimitError as StateLimitError,
+    Wait as Wait, explore as explore, read as read, write as write,
 )
 from interlace_verify.race_check.findings import (
     Access as Access, Finding as Finding, KINDS as KINDS, RaceReport as RaceReport,
