@@ -160,8 +160,9 @@ FOLDERS = {
     "interlace_verify/protocols": "runtime/core",
     "interlace_verify/ptx": "runtime/compat runtime/core runtime/numerics runtime/places/sim",
     "interlace_verify/machine": (
-        "interlace/groups interlace_verify/ptx runtime/compat runtime/compiler runtime/core "
-        "runtime/numerics runtime/places/sim runtime/places/sim/scheduler"
+        "interlace/groups interlace_verify/ptx runtime/compat runtime/compiler "
+        "runtime/compiler/lint runtime/core runtime/numerics runtime/places/sim "
+        "runtime/places/sim/scheduler"
     ),
     "interlace_verify/schedule_check": (
         "interlace runtime/core runtime/places runtime/places/sim runtime/places/sim/interpreter "
