@@ -41,8 +41,6 @@ from interlace.compile.rewrite import (
     fuse_gather,
     fuse_reduction,
     fused_op,
-    gather_of_blocks,
-    reduction_of_blocks,
 )
 from interlace.compile.scales import own_scales
 from interlace.runtime.tuning.tuning import (
@@ -402,7 +400,10 @@ def _consider(
         times = _times(collective, products, machine)
         if left := why_not(policy, times):
             raise Unfit(left)
-        rewrite = _rewrite(collective, products, norm)
+        if collective.kind == "all_gather":
+            rewrite = fuse_gather(collective, products)
+        else:
+            rewrite = fuse_reduction(collective, products, norm)
     except Unfit as error:
         reason = str(error)
     if products and products[0].blocks:
@@ -415,20 +416,6 @@ def _consider(
 
 def _nothing() -> None:
     pass
-
-
-def _rewrite(
-    collective: Collective,
-    products: list[GraphProduct],
-    norm: norms.GraphNorm | None,
-) -> Callable[[], None]:
-    if not products or not products[0].blocks:
-        if collective.kind == "all_gather":
-            return functools.partial(fuse_gather, collective, products)
-        return functools.partial(fuse_reduction, collective, products, norm)
-    if collective.kind != "all_gather":
-        return reduction_of_blocks(collective, products[0])
-    return gather_of_blocks(collective, products)
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:

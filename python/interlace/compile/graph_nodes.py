@@ -253,18 +253,13 @@ def source_line(node: fx.Node) -> str:
     module = _module_name(node)
     known = [frame for frame in frames if not _of_library(frame[0])]
     if not known and (frames or module):
-        known = _users_frames() or frames
+        stack = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()]
+        known = [frame for frame in stack if not _of_library(frame[0])] or frames
     place = node.name
     if known:
         path, number = known[-1]
         place = f"{os.path.basename(path)}:{number}"
     return f"{place} ({module})" if module else place
-
-
-def _users_frames() -> list[tuple[str, str]]:
-    """Return the frames of this thread outside libraries, the innermost last."""
-    frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()]
-    return [frame for frame in frames if not _of_library(frame[0])]
 
 
 def _of_library(path: str) -> bool:

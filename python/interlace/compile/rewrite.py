@@ -1,4 +1,7 @@
-"""Rewrites of the fusion pass: fused ops that replace collectives and their matmuls."""
+"""Rewrites of the fusion pass: fused ops that replace collectives and their matmuls.
+
+A rewrite traces a function of tensors that runs the fused op, and inserts the traced nodes.
+"""
 
 import itertools
 import operator
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.compile.graph_nodes import (
     RESHAPES,
@@ -27,7 +31,7 @@ from interlace.compile.graph_nodes import (
 )
 from interlace.compile.norms import GraphNorm
 from interlace.compile.products import GraphProduct
-from interlace.compile.scales import Scales, block_operands
+from interlace.compile.scales import block_operands
 from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul import functional
@@ -38,6 +42,7 @@ WITH_MATMULS = {
     "reduce_scatter": "matmul_reduce_scatter",
     "all_reduce": "matmul_all_reduce",
 }
+Rewrite = Callable[[], None]
 
 
 def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNorm | None) -> str:
@@ -48,103 +53,50 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
     return name if norm is None else f"{name}_norm"
 
 
-def _start(name: str, collective: Collective, like: fx.Node, **given: object) -> fx.Node:
-    """Start an op in place of the collective, with its arguments from ``given`` and defaults."""
+def _traced(
+    function: Callable[..., Sequence[Any]], *operands: Any
+) -> Callable[[fx.Node], Sequence[fx.Node]]:
+    """Trace ``function`` of ``operands``, whose nodes become tensors; its errors become Unfit.
+
+    Returns a function that inserts the traced nodes before a node, and returns the results' nodes.
+    """
+    leaves = dict.fromkeys(tree_leaves(operands))
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def run(*tensors: Any) -> list[Any]:
+        known = dict(zip(nodes, tensors, strict=True))
+        return [*function(*tree_map_only(fx.Node, known.__getitem__, operands))]
+
+    functional_graph = torch.func.functionalize(run, remove="mutations")
+    try:
+        traced = trace(functional_graph, nodes, decomposition_table=select_decomp_table())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Unfit(str(error)) from None
+    traced.eliminate_dead_code()
+    return lambda like: inlined(traced, nodes, like)
+
+
+def _start(name: str, collective: Collective, **options: object) -> list[Any]:
+    """Start an op in place of the collective, with its arguments from ``options`` and defaults."""
     dim, record = collective.dim, BY_NAME[name]
     about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": collective.reduce_op}
-    arguments = [{**record.defaults, **about, **given}.get(each) for each in record.kinds]
+    known = {**record.defaults, **about, **options}
+    arguments = [known.get(argument) for argument in record.kinds]
     op = getattr(torch.ops.interlace, name).default
-    return call(op, (*arguments, collective.size, collective.name), like)
+    outputs = op(*arguments, collective.size, collective.name)
+    return outputs if isinstance(outputs, list) else [outputs]
 
 
-def _result(started: fx.Node, like: fx.Node, index: int | None = None) -> fx.Node:
-    """Return the complete result of an op; ``index`` if it has several."""
-    one = started if index is None else call(operator.getitem, (started, index), like)
-    return call(wait_tensor, (one,), like)
+def _run(name: str, collective: Collective, **options: object) -> list[Any]:
+    """Return the complete results of an op."""
+    return [wait_tensor(output) for output in _start(name, collective, **options)]
 
 
-def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
-    result = collective.result
-    matmuls = _calls(products)
-    kept = not _only_for(result, matmuls)
-    with result.graph.inserting_before(products[0].node):
-        if products[0].batch:
-            outputs = _in_batch(collective, products, kept)
-        else:
-            weights = [product.right for product in products]
-            outputs = _gathering(
-                collective, products, collective.input, weights, collective.dim, kept
-            )
-        for product, waited in zip(products, outputs, strict=False):
-            made = _as_before(waited, product.node)
-            if product.added is not None:
-                made = call(aten.add.Tensor, (made, product.added), product.node)
-            product.node.replace_all_uses_with(made)
-        if kept:
-            made = _as_before(outputs[-1], result)
-            result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
-
-
-def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
-    """Return the calls of the products; if a call changes an argument, the graph has an item of it."""
-    nodes = {product.node for product in products}
-    return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
-
-
-def _gathering(
-    collective: Collective,
-    products: list[GraphProduct],
-    input: fx.Node,
-    weights: list[fx.Node],
-    dim: int,
-    kept: bool,
-) -> list[fx.Node]:
-    """Return the fused op and its outputs: one per weight, then the gathered input if it is ``kept``."""
-    like, scales = products[0].node, products[0].scales
-    biases: list[fx.Node | None] = [product.bias for product in products]
-    if products[0].batch or not any(bias is not None for bias in biases):
-        biases = []
-    given: dict[str, object] = {
-        "input": input,
-        "weights": weights,
-        "biases": biases,
-        **_scaled(scales),
-    }
-    given |= {"gather_dim": dim, "return_gathered": kept}
-    given["weight_scales"] = [p.scales.right for p in products if p.scales is not None]
-    name = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
-    started = _start(name, collective, like, **given)
-    return [_result(started, like, index) for index in range(len(weights) + kept)]
-
-
-def _scaled(scales: Scales | None) -> dict[str, object]:
-    """Return an op's arguments for the scales of its operands."""
-    if scales is None:
-        return {}
-    of_operands = {"input_scale": scales.left, "weight_scale": scales.right}
-    return {**of_operands, "out_dtype": scales.out_dtype, "use_fast_accum": scales.fast}
-
-
-def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) -> list[fx.Node]:
-    """Return the outputs of a batched product: an op per entry of the batch, with stacked results."""
-    rows: list[list[fx.Node]] = []
-    for entry in range(products[0].batch):
-        one = call(aten.select.int, (collective.input, 0, entry), products[0].node)
-        weights = [call(aten.select.int, (p.right, 0, entry), p.node) for p in products]
-        dim = collective.dim - 1
-        rows.append(_gathering(collective, products, one, weights, dim, kept))
-    likes = [product.node for product in products] + [collective.result] * kept
-    columns = zip(likes, *rows, strict=True)
-    return [_stacked(list(column), like) for like, *column in columns]
-
-
-def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Return whether only ``matmuls`` read ``node``, directly or reshaped."""
-    return all(
-        user in matmuls
-        or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
-        for user in node.users
-    )
+def _factors(product: GraphProduct) -> tuple[Any, ...]:
+    """Return the nodes of the weight, its scales, the scales of the whole product, and the bias."""
+    scales = product.scales
+    of_weight = (None, ()) if scales is None else (scales.right, scales.whole)
+    return product.right, *of_weight, product.bias
 
 
 def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
@@ -161,193 +113,71 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
     return clone
 
 
-def _vectors(collective: Collective, norm: GraphNorm) -> dict[str, fx.Node | None]:
-    """Return the residual in the reduced tensor's shape, and weight and bias of the norm."""
-    residual = norm.residual
-    if residual is not None and not same(shape(residual), shape(collective.result)):
-        lengths = _lengths(shape(collective.result))
-        residual = call(aten.reshape.default, (residual, lengths), residual)
-    weight, bias = norm.weight, norm.bias
-    if norm.static is not None:
-        weight, bias = _divided(norm, norm.static, value(collective.result))
-    return {"residual": residual, "norm_weight": weight, "norm_bias": bias}
-
-
-def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | None]:
-    """Return weight and bias for a norm whose rows are divided by ``scale``, in fp32."""
-    divisor = call(aten.reshape.default, (scale, [1]), scale)
-    weight, vectors = norm.weight, []
-    if weight is None:
-        how = {"dtype": torch.float32, "device": reduced.device}
-        weight = call(aten.full.default, ([reduced.shape[-1]], 1.0), scale, **how)
-    for each in (weight, norm.bias):
-        if each is not None:
-            each = call(torch.ops.prims.convert_element_type.default, (each, torch.float32), each)
-            each = call(aten.div.Tensor, (each, divisor), each)
-        vectors.append(each)
-    return vectors
-
-
-def _start_normed(
-    collective: Collective, products: list[GraphProduct], norm: GraphNorm, **given: object
-) -> None:
-    """Start the op with a norm in its tail; its results replace the norm and the sum."""
-    like = collective.result
-    given |= {**_vectors(collective, norm), "kind": norm.kind, "eps": norm.eps}
-    quantize = "fp8" if norm.scale is not None else "" if norm.static is None else "fp8_static"
-    name = fused_op(collective, products, norm)
-    started = _start(name, collective, like, quantize=quantize, **given)
-    for index, old in enumerate((norm.normed, norm.total, norm.scale)):
-        if old is not None:
-            old.replace_all_uses_with(_as_before(_result(started, like, index), old))
-
-
-def fuse_reduction(
-    collective: Collective, products: list[GraphProduct], norm: GraphNorm | None
-) -> None:
-    """Fuse a reduction of products, or of rows without a matmul, and its norm, if it has one."""
-    result = collective.result
-    lengths = shape(collective.input)[:-1]
-    with result.graph.inserting_before(result):
-        if norm is not None and not products:
-            _start_normed(collective, [], norm, input=collective.input, bias=norm.added)
-            return
-        if products[0].batch:
-            made = _as_before(_scattering_batch(collective, products[0]), result)
-            result.replace_all_uses_with(made)
-            return
-        left = _rows(products, lengths)
-        right = products[0].right
-        if len(products) > 1:
-            right = call(aten.cat.default, ([p.right for p in products], 0), right)
-        bias = _reduced_bias(collective, products)
-        if norm is not None and norm.added is not None:
-            both = (bias, norm.added)
-            bias = norm.added if bias is None else call(aten.add.Tensor, both, norm.added)
-        scales = products[0].scales
-        given: dict[str, object] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
-        if norm is not None and scales is None:
-            _start_normed(collective, products, norm, **given)
-            return
-        op = WITH_MATMULS[collective.kind]
-        if scales is not None:
-            op = f"scaled_{op}"
-            if value(scales.left).numel() != 1:
-                given["input_scale"] = _reshaped(scales.left, [*shape(left)[:-1], 1])
-        made = _as_before(_result(_start(op, collective, result, **given), result), result)
-    result.replace_all_uses_with(made)
-
-
-def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
-    """Start an op for every entry of the batch, and stack their outputs."""
-    like, parts = collective.result, []
-    for entry in range(product.batch):
-        left = call(aten.select.int, (product.left, 0, entry), like)
-        right = call(aten.select.int, (product.right, 0, entry), like)
-        given = {"input": left, "weight": right, "scatter_dim": collective.dim - 1}
-        parts.append(_start("matmul_reduce_scatter", collective, like, **given))
-    return _stacked([_result(part, like) for part in parts], like)
-
-
-def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
-    """Return ``aten.stack`` in the ops that Inductor has after its decompositions."""
-    rows = [call(aten.unsqueeze.default, (entry, 0), like) for entry in entries]
-    return call(aten.cat.default, (rows, 0), like)
-
-
-def _rows(products: list[GraphProduct], lengths: list[object]) -> fx.Node:
-    """Return the concatenated left operands, with the leading dimensions of the whole product."""
-    left = products[0].left
-    if len(products) > 1:
-        flat = [_reshaped(p.left, [-1, p.inner]) for p in products]
-        left = call(aten.cat.default, (flat, 1), left)
-    inner = sum(product.inner for product in products)
-    return _reshaped(left, [*_lengths(lengths), inner])
-
-
-def _lengths(lengths: list[Any]) -> list[int]:
+def _lengths(lengths: Sequence[Any]) -> list[int]:
     """Return lengths for ``reshape``: -1 for a symbolic length."""
     return [length if static(length) else -1 for length in lengths]
 
 
-def _reshaped(node: fx.Node, lengths: list[int]) -> fx.Node:
-    if same(shape(node), lengths) or (len(lengths) == value(node).dim() == 2):
-        return node
-    return call(aten.reshape.default, (node, lengths), node)
+def _reshaped(tensor: Any, lengths: Sequence[Any]) -> Any:
+    if same(tensor.shape, lengths) or len(lengths) == tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(_lengths(lengths))
 
 
-def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.Node | None:
-    """Return the bias to add once, after the reduction, for those that each rank adds before it."""
-    biases = [product.bias for product in products if product.bias is not None]
-    if not biases:
-        return None
-    total = biases[0]
-    for bias in biases[1:]:
-        total = call(aten.add.Tensor, (total, bias), bias)
-    return _result(_start("all_reduce", collective, total, input=total), total)
+# -- gathers -------------------------------------------------------------------------------------------
 
 
-# -- block-scaled operands ----------------------------------------------------------------------------
-
-
-def _traced(function: Callable[..., Any], inputs: Sequence[fx.Node]) -> fx.Graph:
-    """Trace a functional form; its errors become Unfit."""
-    functional_graph = torch.func.functionalize(function, remove="mutations")
-    try:
-        traced = trace(functional_graph, inputs, decomposition_table=select_decomp_table())
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise Unfit(str(error)) from None
-    traced.eliminate_dead_code()
-    return traced
-
-
-def _factors(product: GraphProduct) -> list[fx.Node]:
-    """Return the nodes of the weight, its scales and its bias."""
-    assert product.scales is not None
-    bias = [] if product.bias is None else [product.bias]
-    return [product.right, product.scales.right, *product.scales.whole, *bias]
-
-
-def _operands(product: GraphProduct, tensors: Sequence[Any], swizzled: bool) -> tuple[Any, ...]:
-    """Return both operands and the bias from the left operand, its scales and :func:`_factors`."""
-    assert product.scales is not None
-    left, of_left, right, of_right, *rest = tensors
-    count = len(product.scales.whole)
-    factors = left, of_left, right, of_right
-    both = block_operands(product.scales, factors, rest[:count], swizzled=swizzled)
-    return *both, *(rest[count:] or [None])
-
-
-def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Callable[[], None]:
-    """Return the rewrite for a gather of block-scaled rows and of their scales; raise Unfit."""
-    result, matmuls, scales = collective.result, _calls(products), products[0].scales
-    assert scales is not None
-    assert scales.gather is not None
+def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite:
+    """Return the rewrite for a gather and the products that read it; raise Unfit."""
+    result, first, scales = collective.result, products[0], products[0].scales
+    matmuls = _calls(products)
     kept = not _only_for(result, matmuls)
-    inputs = [collective.input, scales.gather.input, *itertools.chain(*map(_factors, products))]
-    how: dict[str, Any] = {"return_gathered": kept, "out_dtype": scales.out_dtype}
-    how["group"] = GroupSpec(collective.name, collective.size)
+    of_rows = None if scales is None else scales.left
+    if scales is not None and scales.gather is not None:
+        of_rows = scales.gather.input
 
-    def gathering(left: Any, of_left: Any, *factors: Any) -> list[Any]:
-        rest, weights, biases = iter(factors), [], []
-        for product in products:
-            own = itertools.islice(rest, len(_factors(product)))
-            input, weight, bias = _operands(product, (left, of_left, *own), scales.own_swizzled)
-            weights.append(weight)
-            biases.append(bias)
-        about: Any = input, weights, collective.dim
-        made: Any = functional.all_gather_matmul(*about, bias=biases, **how)
-        outputs = made[1] if kept else made
-        waited = [wait(each) for each in outputs]
-        return [*waited, made[0].values.view(value(result).dtype)] if kept else waited
+    def gathering(input: Any, of_input: Any, factors: Any) -> Sequence[Any]:
+        weights, of_weights, wholes, biases = map(list, zip(*factors, strict=True))
+        if scales is not None and first.blocks:
+            rows: Any = input
+            for index, whole in enumerate(wholes):
+                tensors = input, of_input, weights[index], of_weights[index]
+                of_product: Any = products[index].scales
+                rows, weights[index] = block_operands(
+                    of_product, tensors, whole, swizzled=scales.own_swizzled
+                )
+            group = GroupSpec(collective.name, collective.size)
+            options: Any = {"return_gathered": kept, "out_dtype": scales.out_dtype, "group": group}
+            made: Any = functional.all_gather_matmul(
+                rows, weights, collective.dim, bias=biases, **options
+            )
+            outputs = [wait(output) for output in (made[1] if kept else made)]
+            return [*outputs, made[0].values.view(value(result).dtype)] if kept else outputs
+        arguments: dict[str, Any] = {"input": input, "weights": weights, "return_gathered": kept}
+        arguments["biases"] = biases if any(bias is not None for bias in biases) else []
+        if scales is not None:
+            arguments |= {"input_scale": of_input, "weight_scales": of_weights}
+            arguments |= {"out_dtype": scales.out_dtype, "use_fast_accum": scales.fast}
+            return _run("all_gather_scaled_matmul", collective, **arguments)
+        if not first.batch:
+            return _run("all_gather_matmul", collective, **arguments)
+        arguments |= {"biases": [], "gather_dim": collective.dim - 1}
+        entries = []
+        for entry in range(first.batch):
+            arguments |= {"input": input[entry], "weights": [weight[entry] for weight in weights]}
+            entries.append(_run("all_gather_matmul", collective, **arguments))
+        return [torch.stack(outputs) for outputs in zip(*entries, strict=True)]
 
-    traced = _traced(gathering, inputs)
+    insert = _traced(gathering, collective.input, of_rows, [*map(_factors, products)])
 
     def rewrite() -> None:
-        outputs = inlined(traced, inputs, products[0].node)
-        with result.graph.inserting_before(products[0].node):
+        outputs = insert(first.node)
+        with result.graph.inserting_before(first.node):
             for product, output in zip(products, outputs, strict=False):
-                product.node.replace_all_uses_with(_as_before(output, product.node))
+                made = _as_before(output, product.node)
+                if product.added is not None:
+                    made = call(aten.add.Tensor, (made, product.added), product.node)
+                product.node.replace_all_uses_with(made)
             if kept:
                 made = _as_before(outputs[-1], result)
                 result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
@@ -355,29 +185,115 @@ def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Ca
     return rewrite
 
 
-def reduction_of_blocks(collective: Collective, product: GraphProduct) -> Callable[[], None]:
-    """Return the rewrite for the reduction of a product of block-scaled operands; raise Unfit."""
-    scales, result = product.scales, collective.result
-    assert scales is not None
-    lead, group = shape(collective.input)[:-1], GroupSpec(collective.name, collective.size)
-    inputs = [product.left, scales.left, *_factors(product)]
-    how: dict[str, Any] = {"group": group, "out_dtype": scales.out_dtype}
-    if collective.kind == "reduce_scatter":
-        how["scatter_dim"] = collective.dim
-    form = getattr(functional, WITH_MATMULS[collective.kind])
+def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
+    """Return the calls of the products; if a call changes an argument, the graph has an item of it."""
+    nodes = {product.node for product in products}
+    return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
 
-    def reducing(left: Any, *others: Any) -> Any:
-        rows = left.reshape(*lead, left.shape[-1])
-        input, weight, bias = _operands(product, (rows, *others), scales.swizzled)
-        return wait(form(input, weight, collective.reduce_op, bias=bias, **how))
 
-    traced = _traced(reducing, inputs)
+def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
+    """Return whether only ``matmuls`` read ``node``, directly or reshaped."""
+    return all(
+        user in matmuls
+        or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
+        for user in node.users
+    )
+
+
+# -- reductions ----------------------------------------------------------------------------------------
+
+
+def fuse_reduction(
+    collective: Collective, products: list[GraphProduct], norm: GraphNorm | None
+) -> Rewrite:
+    """Return the rewrite for a reduction of products, or of rows without a matmul, and its norm.
+
+    Raises Unfit. A bias that each rank adds before the reduction is reduced alone, and added after it.
+    """
+    result, lead = collective.result, shape(collective.input)[:-1]
+    name, first = fused_op(collective, products, norm), products[0] if products else None
+    scales = None if first is None else first.scales
+    inputs = [product.left for product in products] or [collective.input]
+    replaced: list[fx.Node | None] = [result]
+    vectors: list[fx.Node | None] = []
+    if norm is not None:
+        replaced = [norm.normed, norm.total, norm.scale]
+        vectors = [norm.added, norm.residual, norm.weight, norm.bias, norm.static]
+
+    def reducing(inputs: Any, of_input: Any, factors: Any, vectors: Any) -> Sequence[Any]:
+        op, rows, bias = name, inputs[0], _sum_of_biases(collective, [bias for *_, bias in factors])
+        arguments: dict[str, Any] = {"bias": bias}
+        if first is not None and first.batch:
+            arguments["scatter_dim"] = collective.dim - 1
+            entries = [(rows[entry], factors[0][0][entry]) for entry in range(first.batch)]
+            parts = [_run(op, collective, input=x, weight=w, **arguments) for x, w in entries]
+            return [torch.stack([*itertools.chain(*parts)])]
+        if first is not None:
+            right, of_right, whole, _ = factors[0]
+            if len(products) > 1:
+                rows = torch.cat([left.reshape(-1, left.shape[-1]) for left in inputs], 1)
+                right = torch.cat([weight for weight, *_ in factors])
+            rows = _reshaped(rows, [*lead, rows.shape[-1]])
+            arguments["weight"] = right
+        if first is not None and scales is not None and first.blocks:
+            tensors = rows, of_input, right, of_right
+            both = block_operands(scales, tensors, whole, swizzled=scales.swizzled)
+            options: Any = {"bias": bias, "out_dtype": scales.out_dtype}
+            options["group"] = GroupSpec(collective.name, collective.size)
+            if collective.kind == "reduce_scatter":
+                options["scatter_dim"] = collective.dim
+            form: Any = getattr(functional, WITH_MATMULS[collective.kind])
+            return [wait(form(*both, collective.reduce_op, **options))]
+        if scales is not None:
+            op = f"scaled_{name}"
+            if of_input.numel() != 1:
+                of_input = _reshaped(of_input, [*rows.shape[:-1], 1])
+            arguments |= {"input_scale": of_input, "weight_scale": of_right}
+            arguments |= {"out_dtype": scales.out_dtype, "use_fast_accum": scales.fast}
+        if norm is not None:
+            arguments |= _norm_arguments(norm, bias, vectors, value(result))
+        pairs = zip(_start(op, collective, input=rows, **arguments), replaced, strict=False)
+        return [wait_tensor(output) for output, old in pairs if old is not None]
+
+    of_input = None if scales is None else scales.left
+    insert = _traced(reducing, inputs, of_input, [*map(_factors, products)], vectors)
 
     def rewrite() -> None:
+        outputs = iter(insert(result))
         with result.graph.inserting_before(result):
-            bias = _reduced_bias(collective, [product])
-            nodes = inputs if bias is None else [*inputs[:-1], bias]
-            output = inlined(traced, nodes, result)
-            result.replace_all_uses_with(_as_before(output, result))
+            for old in replaced:
+                if old is not None:
+                    old.replace_all_uses_with(_as_before(next(outputs), old))
 
     return rewrite
+
+
+def _sum_of_biases(collective: Collective, biases: Sequence[Any]) -> Any:
+    """Return the sum over terms and ranks of the biases that ranks add before the reduction, or None."""
+    biases = [bias for bias in biases if bias is not None]
+    if not biases:
+        return None
+    (total,) = _run("all_reduce", collective, input=sum(biases[1:], biases[0]))
+    return total
+
+
+def _norm_arguments(
+    norm: GraphNorm, bias: Any, vectors: Sequence[Any], result: torch.Tensor
+) -> dict[str, object]:
+    """Return an op's arguments for a norm in its tail."""
+    added, residual, weight, offset, static = vectors
+    if residual is not None and not same(residual.shape, result.shape):
+        residual = residual.reshape(_lengths(result.shape))
+    quantize = "" if norm.scale is None else "fp8"
+    if static is not None:  # rows are divided by it: in fp32, with the weight and the bias
+        quantize, scale = "fp8_static", static.reshape(1)
+        if weight is None:
+            weight = torch.ones(result.shape[-1:], dtype=torch.float32, device=result.device)
+        weight = weight.float() / scale
+        offset = None if offset is None else offset.float() / scale
+    biases = [vector for vector in (bias, added) if vector is not None]
+    return {
+        "bias": sum(biases[1:], biases[0]) if biases else None, "residual": residual,
+        "norm_weight": weight, "norm_bias": offset,
+        "kind": norm.kind, "eps": norm.eps, "quantize": quantize,
+    }  # fmt: skip

@@ -70,8 +70,8 @@ class ContextParallelAttention(OnGroup):
         self.layout, self.balance, self.algorithm = layout, balance, algorithm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        how = _options(self)
-        return context_parallel_attention(q, k, v, method=self.method, cu_seqlens=cu_seqlens, **how)  # type: ignore[return-value]
+        options = {**_options(self), "method": self.method, "cu_seqlens": cu_seqlens}
+        return context_parallel_attention(q, k, v, **options)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         return f"{self.method}, causal={self.causal}, {self.balance}, world_size={self.group.world_size}"

@@ -411,9 +411,9 @@ def _linear(
     return output
 
 
-def _finished(made: Started | Tensor) -> list[Tensor]:
+def _finished(result: Started | Tensor) -> list[Tensor]:
     """Return the complete outputs as separate tensors: autograd forbids in-place changes of views."""
-    return [each.data for each in finish(made)] if isinstance(made, Started) else [made]
+    return [output.data for output in finish(result)] if isinstance(result, Started) else [result]
 
 
 def _deferred(layer: Layer) -> DeferredWeightGradients | None:
@@ -552,7 +552,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors
         _, shared, weighed, biased = ctx.needs_input_grad
-        ctx.needs = {n for n, each in (("input", shared), ("weight", weighed)) if each}
+        ctx.needs = {n for n, needs in (("input", shared), ("weight", weighed)) if needs}
         over = layer.communicator if layer.sharded else None
         of_input = of_weight = of_bias = bias_sum = None
         with _as_is(kept.device.type):

@@ -349,14 +349,14 @@ def start_gradients(
             weight = spread(weight, lengths, 0)
         else:
             grad = spread(grad, lengths, dim)
-    how = ("sum", *where, ctx.algorithm, None, size, name)
-    return gathered, call_in(start, ctx.format, op, grad, weight.t(), None, *how)
+    options = ("sum", *where, ctx.algorithm, None, size, name)
+    return gathered, call_in(start, ctx.format, op, grad, weight.t(), None, *options)
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """Return one weight with the columns of all, in memory by rows or by columns as the first one."""
     if weights[0].stride(0) == 1:
-        return torch.cat([each.t() for each in weights], 0).t()
+        return torch.cat([weight.t() for weight in weights], 0).t()
     return torch.cat([*weights], 1)
 
 

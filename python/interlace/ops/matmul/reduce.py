@@ -420,7 +420,7 @@ def start_gathers(
 ) -> tuple[Any, Any]:
     """Start to gather the product's gradient alone, and the input's gradient, maybe with the former.
 
-    A linear layer does so, too. ``ctx.needs`` decides about both; with a format, they need other blocks.
+    ``ctx.needs`` decides about both. With a format, they need different blocks. Linear layers also call it.
     """
     format, group, alone = ctx.arguments.format, (ctx.size, ctx.name), None
     shared, weighed = "input" in ctx.needs, "weight" in ctx.needs
@@ -430,8 +430,8 @@ def start_gathers(
         alone = start("all_gather", grad, dim, *group)
     if not shared:
         return alone, None
-    how = (dim, weighed and not format, algorithm, None, *group)
-    return alone, call_in(start, format, "all_gather_matmul", grad, [factor], [], *how)
+    options = (dim, weighed and not format, algorithm, None, *group)
+    return alone, call_in(start, format, "all_gather_matmul", grad, [factor], [], *options)
 
 
 def _view(given: ReductionArguments, size: int) -> Tensor:
