@@ -350,11 +350,16 @@ def matrix(
     if weight.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")
     same_dtype(name, weight.dtype, "input", input.dtype)
-    if inner is not None and weight.shape[0] != inner:
-        raise ValueError(
-            f"{name} has {weight.shape[0]} rows, input has k = {inner} (shape {tuple(input.shape)})"
-        )
+    if inner is not None:
+        inner_length(name, weight.shape[0], input)
     return weight
+
+
+def inner_length(name: str, rows: Any, input: Any) -> None:
+    """Raise unless a weight has as many rows as ``input`` has columns."""
+    if rows != input.shape[-1]:
+        shape = tuple(input.shape)
+        raise ValueError(f"{name} has {rows} rows, input has k = {shape[-1]} (shape {shape})")
 
 
 def bias_of(

@@ -257,8 +257,8 @@ def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < routes.slots(chunk) for slot in slots)
         filled = [row for _, _, rows, to, _ in arriving for row in range(to, to + rows)]
-        own = [each[rank] for each in routes.mine]
-        filled += [row for s in own for row in range(s.to, s.to + s.rows)]
+        segments = [row[rank] for row in routes.mine]
+        filled += [row for s in segments for row in range(s.to, s.to + s.rows)]
         assert sorted(filled) == list(range(routes.received(rank)))
         assert routes.received(rank) <= routes.most_received
 

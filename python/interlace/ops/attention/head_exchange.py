@@ -39,6 +39,7 @@ from interlace.ops.collectives.launch import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, checked_bias, rows_of
+from interlace.ops.matmul.reduce import check_factors
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
@@ -407,12 +408,8 @@ class FromHeads(HeadExchangeCall):
 
 def _parts(given: HeadArguments) -> Any:
     """Return the input's shape between rows and columns, if the arguments have the shapes of the op."""
-    input, weight, length = given.input, given.weight, given.length
-    if input.dim() < 2 or weight.dim() != 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
+    input, length = given.input, given.length
+    check_factors(input, given.weight)
     if isinstance(length, int) and length < 0:
         raise ValueError(f"length must be None or not negative, got {length}")
     return input.shape[1:-1]

@@ -501,7 +501,9 @@ class PermuteArguments:
     src_dst: list[int]
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.permuted(self.input, self.src_dst, size)
+        if isinstance(size, int):
+            shapes.permutation(self.src_dst, size)
+        return shapes.like(self.input)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         """Send rank r's input to rank ``src_dst[r]``."""

@@ -582,35 +582,28 @@ def grouped_matmul_combine(
 def _grouped_combine(
     group: Group, communicator: Communicator, given: GroupedCombineArguments, async_op: bool
 ) -> Any:
-    splits = given.splits
-    if isinstance(splits, DispatchHandle):
-        with communicator.accepting(OP):
-            check_group(group, splits.group)
-        with by_handle(communicator, splits):
-            return _with_handle(communicator, given, splits, async_op)
+    handle, form = given.splits, grouped_combine.grouped_matmul_combine
+    if not isinstance(handle, DispatchHandle):
 
-    def as_op(given: GroupedCombineArguments, home_splits: list[int]) -> GroupedCombineArguments:
-        return replace(given, home_splits=home_splits, splits=row_counts("splits", given.splits))
+        def as_op(
+            given: GroupedCombineArguments, home_splits: list[int]
+        ) -> GroupedCombineArguments:
+            splits = row_counts("splits", given.splits)
+            return replace(given, home_splits=home_splits, splits=splits)
 
-    form = grouped_combine.grouped_matmul_combine
-    return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)
-
-
-def _with_handle(
-    communicator: Communicator,
-    given: GroupedCombineArguments,
-    handle: DispatchHandle,
-    async_op: bool,
-) -> Any:
+        return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)
+    with communicator.accepting(OP):
+        check_group(group, handle.group)
     topk_idx, topk_weights = choice(handle, given.topk_idx, given.topk_weights)
     routing = routing_for(handle, topk_idx)._replace(algorithm=given.algorithm)
-    with communicator.accepting(OP):
-        rows = flat(handle, "input", given.input)
-    routed = RoutedCombineArguments(
-        rows, given.weight, given.bias, handle.segments, topk_idx, topk_weights, False, *routing,
-        given.out_dtype, given.format,
-    )  # fmt: skip
-    return _sums(ROUTED, communicator, routed, grouped_combine.grouped_matmul_combine, async_op)
+    with by_handle(communicator, handle):
+        with communicator.accepting(OP):
+            rows = flat(handle, "input", given.input)
+        routed = RoutedCombineArguments(
+            rows, given.weight, given.bias, handle.segments, topk_idx, topk_weights, False, *routing,
+            given.out_dtype, given.format,
+        )  # fmt: skip
+        return _sums(ROUTED, communicator, routed, form, async_op)
 
 
 def _run_grouped(

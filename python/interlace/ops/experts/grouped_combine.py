@@ -405,7 +405,7 @@ def _on_host(
             segments = communicator.table(key, lines.tolist, passing=True)
             chosen, resident = _configured(communicator, call, int(counts.max()))
             tiles = (counts + chosen.block_m - 1) // chosen.block_m
-            most_tiles = int(tiles.view(ranks, ranks, -1).sum((0, 2)).max())  # of a rank
+            most_tiles = int(tiles.view(ranks, ranks, -1).sum((0, 2)).max())
             most_tiles *= formulas.ceil_div(call.weight.shape[2], chosen.block_n)
             grid = formulas.persistent_grid(0, most_tiles, resident)
             event = op.fused(segments, most, grid, chosen)

@@ -143,7 +143,6 @@ def matmul_reduce_scatter(
     residual : with ``norm``, a tensor to add before it, with the output's shape and dtype, any strides.
     quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
         row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
-        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
         divided by 448, and at least 1e-12. The normed rows are fp8 times scale. "fp8_static": the normed
         rows as float8_e4m3fn, without scales; divide the norm's weight by a known scale first. A
         block-scaled format, such as "mxfp8" or "nvfp4": the :class:`Scaled` that :func:`quantize` makes

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.checks import has_memory
+from interlace.arguments.checks import has_memory, inner_length
 from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
@@ -392,11 +392,8 @@ def _check_numbers(given: Any, *, packed: bool = False) -> None:
                 f"{name} must be a float tensor that format= quantizes, got {each.dtype}"
             )
         kind.check_shape(name, each.shape[::-1] if index else each.shape)
-        if index and each.shape[-2] != input.shape[-1]:
-            raise ValueError(
-                f"{name} has {each.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
-                f"{tuple(input.shape)})"
-            )
+        if index:
+            inner_length(name, each.shape[-2], input)
     gathers = hasattr(given, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
     dim = getattr(given, name)
@@ -506,11 +503,7 @@ def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
             f"weight[0] is in {operands[1].format}, {name} in {operand.format}; all weights must be in one "
             "format"
         )
-    if operand.shape[-2] != input.shape[-1]:
-        raise ValueError(
-            f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
-            f"{tuple(input.shape)})"
-        )
+    inner_length(name, operand.shape[-2], input)
 
 
 # -- the products of a backward -----------------------------------------------------------------------

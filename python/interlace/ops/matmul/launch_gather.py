@@ -19,8 +19,7 @@ nodes have put::
     copy       | contribute        | contribute        | contribute ...  | sum, put, sum |
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,12 +27,11 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Table
 from interlace.kernels.matmul import all_gather_matmul as all_gather_matmul_kernels
-from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, node_moves as algorithms
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.memory import Layout, Workspace, bytes_of
+from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import configuration as configurations
 from interlace.runtime.tuning.configuration import Configuration
@@ -69,40 +67,6 @@ class GatherMoves:
         self.partners.move(workspace, input, self._moves, self.programs, self._configuration)
 
 
-def pipelined_between_nodes(
-    communicator: Communicator,
-    input: torch.Tensor,
-    linears: Sequence[operands.Linear],
-    rows: Sequence[int],
-    gathered: torch.Tensor | None,
-    configuration: Configuration,
-) -> Event:
-    """Run a torch matmul per chunk, each as soon as its chunk has arrived."""
-    rank, inner = communicator.rank, input.shape[1]
-    size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
-    moves = GatherMoves(communicator, rows, size, configuration)
-    nbytes = formulas.gathered_bytes(rows, inner * input.element_size())
-    lines = algorithms.arrival_lines(rank, communicator.nodes, rows, size, own=True)
-
-    def body(workspace: Workspace) -> None:
-        stream = communicator.compute
-        moves.start(workspace, input)
-        arrived = workspace.data(rank, 0, (sum(rows), inner), input.dtype)
-        for source, first, count, row, slot in lines:
-            operand, rows_here = input[first : first + count], slice(row, row + count)
-            if source != rank:
-                stream.wait(workspace, source, slot)
-                operand = arrived[rows_here]
-            for linear in linears:
-                label = f"matmul of rows from rank {source}"
-                operands.enqueue_product(communicator, operand, linear, rows_here, label)
-            if gathered is not None:
-                stream.copy(gathered[rows_here], operand, "gathered")
-        moves.partners.put_credits(workspace)
-
-    return communicator.enqueue("all_gather_matmul", Layout(moves.slots, nbytes), body)
-
-
 def matmul_reduce_scatter(
     communicator: Communicator,
     input: torch.Tensor,
@@ -136,24 +100,6 @@ def matmul_reduce_scatter(
         produce=produce,
         finish=None if exact else lambda: operands.finish_sum(total, linear),
     )
-
-
-def matmul_all_reduce(
-    communicator: Communicator,
-    linear: operands.Linear,
-    reduce_scatter: Callable[[operands.Linear, Sequence[tuple[int, int]]], Event],
-) -> Event:
-    """Sum a part of the rows on every rank, by ``reduce_scatter``; then gather the parts on all ranks."""
-    rank, output = communicator.rank, linear.output
-    segments = split_rows(output.shape[0], communicator.world_size)
-    parts = [output[first : first + count] for first, count in segments]
-    bias = linear.bias
-    if bias is not None and linear.bias_along == "m":
-        first, count = segments[rank]
-        bias = bias[first : first + count]
-    event = reduce_scatter(replace(linear, bias=bias, output=parts[rank]), segments)
-    whole = [bytes_of(part) for part in parts]
-    return algorithms.gather_parts(communicator, whole, whole[rank], event) or event
 
 
 # gathered bytes from which staging for peers to read is as fast as a copy engine
@@ -326,34 +272,47 @@ def all_gather_matmul_pipelined(
     """Run torch matmuls on chunks in the order of arrival.
 
     Every rank stages its shard in its own workspace, chunk by chunk. If a peer's memory is as fast as the
-    rank's own, matmuls read it there. Otherwise the copy stream copies each chunk first.
+    rank's own, matmuls read it there. Otherwise the copy stream copies each chunk first. Between nodes a
+    kernel moves the chunks to every rank, and matmuls read them there.
     """
-    if communicator.place.nodes is not None:
-        return pipelined_between_nodes(communicator, input, linears, rows, gathered, configuration)
     rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
-    itemsize = input.element_size()
-    direct = communicator.place.direct_access
+    row_bytes, dtype, far = inner * input.element_size(), input.dtype, None
+    direct, nodes = communicator.place.direct_access, communicator.place.nodes
     # a CPU gains more from large matmuls than from finer overlap
-    size = max(1, -(-max(rows) // (1 if direct else configuration.chunks)))
-    lines = formulas.arrival_lines(rank, world_size, rows, size, True)
+    chunks = 1 if direct and nodes is None else configuration.chunks
+    size = max(1, formulas.ceil_div(max(rows), chunks))
+    if nodes is None:
+        lines = formulas.arrival_lines(rank, world_size, rows, size, True)
+        layout = Layout(formulas.chunk_slots(rows, size), max(rows) * row_bytes, pulled=True)
+    else:
+        direct, far = True, GatherMoves(communicator, rows, size, configuration)
+        lines = algorithms.arrival_lines(rank, nodes, rows, size, own=True)
+        layout = Layout(far.slots, formulas.gathered_bytes(rows, row_bytes))
     if gathered is None and not direct:
-        gathered = torch.empty(sum(rows), inner, dtype=input.dtype, device=input.device)
+        gathered = torch.empty(sum(rows), inner, dtype=dtype, device=input.device)
 
-    def body(workspace: Workspace) -> None:
-        stream, copying = communicator.compute, communicator.copying
+    def stage(workspace: Workspace) -> None:
+        copying = communicator.copying
         copying.wait_credits(workspace)
         for source, first, count, _, slot in lines:
             if source == rank:
-                mine = workspace.data(rank, first * inner * itemsize, (count, inner), input.dtype)
+                mine = workspace.data(rank, first * row_bytes, (count, inner), dtype)
                 copying.copy(mine, input[first : first + count], f"stage rows from {first} on")
                 for peer in plain.others(communicator):
                     copying.publish(workspace, peer, slot)
+
+    def body(workspace: Workspace) -> None:
+        stream, copying = communicator.compute, communicator.copying
+        if far is None:
+            stage(workspace)
+        else:
+            far.start(workspace, input)
         for source, first, count, row, slot in lines:
             operand, rows_here = input[first : first + count], slice(row, row + count)
             label = f"rows from {first} on of rank {source}"
             if source != rank:
-                begin = first * inner * itemsize
-                theirs = workspace.data(source, begin, (count, inner), input.dtype)
+                owner, begin = (source, first) if far is None else (rank, row)
+                theirs = workspace.data(owner, begin * row_bytes, (count, inner), dtype)
                 if direct:
                     stream.wait(workspace, source, slot)
                     operand = theirs
@@ -367,8 +326,9 @@ def all_gather_matmul_pipelined(
                 operands.enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None and (direct or source == rank):
                 stream.copy(gathered[rows_here], operand, "gathered")
+        if far is not None:
+            far.partners.put_credits(workspace)
 
-    layout = Layout(formulas.chunk_slots(rows, size), max(rows) * inner * itemsize, pulled=True)
     return communicator.enqueue("all_gather_matmul", layout, body)
 
 

@@ -299,12 +299,6 @@ def matmul_all_reduce_fused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
     """Run one kernel that sends every tile to every rank (one-shot). With a tail all norm all rows."""
-    if communicator.place.nodes is not None:
-
-        def reduce_scatter(own: Linear, segments: Segments) -> Event:
-            return matmul_reduce_scatter_fused(communicator, input, own, segments, configuration)
-
-        return node_fused.matmul_all_reduce(communicator, linear, reduce_scatter)
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     tiles = formulas.tiles_of([rows], block_m, tiles_n)

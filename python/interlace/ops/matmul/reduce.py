@@ -284,7 +284,8 @@ class CheckedReduce:
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(ALL_REDUCE, rows, columns)
         algorithm = self.chosen(rows, columns, choice.algorithm)
-        if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
+        one_shot = communicator.place.nodes is None and output.nbytes <= ONE_SHOT_BYTES
+        if algorithm == "fused" and one_shot:
             name_algorithm("fused")
             return algorithms.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration

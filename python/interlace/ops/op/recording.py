@@ -41,7 +41,6 @@ from interlace.ops.op.op import (
     wait as wait_tensor,
 )
 from interlace.ops.op.torch_library import completing, register as register_with_torch
-from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,
@@ -369,11 +368,12 @@ def _number_as_started(found: Any, before: int, started: int, *, changed: bool) 
             nodes += [each for each, _ in node.next_functions]
 
 
-class ContinuedWork(TorchWork):
+class ContinuedWork(Work):
     """The handle of an eager call whose result is computed from an op's result: ``then`` is called once."""
 
     def __init__(self, work: Work, then: Callable[[Any], Any]) -> None:
-        super().__init__()
+        super().__init__(work._op, work._place, work._outcome)
+        self._number = work._number
         self._work, self._then, self._recording = work, then, torch.is_grad_enabled()
         self._results: list[Any] = []
 
@@ -387,23 +387,5 @@ class ContinuedWork(TorchWork):
                 self._results.append(self._then(made))
         return self._results[0]
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self.wait()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
     def get_future(self) -> torch.futures.Future[Any]:
         return self._work.get_future().then(lambda done: self._finished(done.value()))
-
-    def __repr__(self) -> str:
-        return repr(self._work)

@@ -76,9 +76,3 @@ def exchanged(
 def permutation(src_dst: Sequence[int], size: int) -> None:
     if sorted(src_dst) != list(range(size)):
         raise ValueError(f"src_dst must have each rank of 0..{size - 1} once, got {list(src_dst)}")
-
-
-def permuted(input: torch.Tensor, src_dst: Sequence[int], size: int) -> torch.Tensor:
-    if isinstance(size, int):
-        permutation(src_dst, size)
-    return like(input)
