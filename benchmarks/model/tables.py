@@ -92,7 +92,7 @@ def published(found: Sequence[Compared]) -> Table:
         "Speedup over NCCL + cuBLAS, published and by the model",
         ("machine", "whose", "M", "N", "K", "published", "model", "error", ""),
         rows,
-        "N and K are those of a rank. * more than 15 % off.",
+        "N and K are the sizes on one rank. * more than 15 % off.",
     )
 
 

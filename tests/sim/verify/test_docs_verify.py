@@ -25,7 +25,7 @@ RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
 
 
 def rules_table() -> str:
-    lines = ["| rule | what it means |", "| --- | --- |"]
+    lines = ["| rule | meaning |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {rule} | {text} |" for rule, text in verify.RULES.items()), ""])
 
 
