@@ -32,6 +32,7 @@ from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul import functional
 from interlace.ops.op.async_tensor import wait
+from interlace.runtime.numerics.norms import RowNorm
 
 WITH_MATMULS = {
     "all_gather": "all_gather_matmul",
@@ -44,7 +45,7 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
     """Return the name of the op that replaces all three."""
     name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
     if products and products[0].blocks:
-        return f"block_scaled_{name}"
+        name = f"block_scaled_{name}"
     return name if norm is None else f"{name}_norm"
 
 
@@ -355,29 +356,69 @@ def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Ca
     return rewrite
 
 
-def reduction_of_blocks(collective: Collective, product: GraphProduct) -> Callable[[], None]:
-    """Return the rewrite for the reduction of a product of block-scaled operands; raise Unfit."""
+def reduction_of_blocks(
+    collective: Collective, product: GraphProduct, norm: GraphNorm | None
+) -> Callable[[], None]:
+    """Return the rewrite for the reduction of a product of block-scaled operands; raise Unfit.
+
+    If it has a norm, the rewrite is for both.
+    """
     scales, result = product.scales, collective.result
     assert scales is not None
     lead, group = shape(collective.input)[:-1], GroupSpec(collective.name, collective.size)
-    inputs = [product.left, scales.left, *_factors(product)]
+    operands = [product.left, scales.left, product.right, scales.right, *scales.whole]
     how: dict[str, Any] = {"group": group, "out_dtype": scales.out_dtype}
     if collective.kind == "reduce_scatter":
         how["scatter_dim"] = collective.dim
+    bias, of_norm = product.bias, {}
+    if norm is not None:
+        bias = norm.added if bias is None else bias
+        of_norm = {"residual": norm.residual, "weight": norm.weight, "bias": norm.bias}
+        of_norm["static"] = norm.static
+        static = None if norm.static is None else "fp8_static"
+        how["quantize"] = static if norm.scale is None else "fp8"
+    vectors = {name: node for name, node in of_norm.items() if node is not None}
+    inputs = [*operands, *vectors.values(), *([] if bias is None else [bias])]
     form = getattr(functional, WITH_MATMULS[collective.kind])
 
-    def reducing(left: Any, *others: Any) -> Any:
-        rows = left.reshape(*lead, left.shape[-1])
-        input, weight, bias = _operands(product, (rows, *others), scales.swizzled)
-        return wait(form(input, weight, collective.reduce_op, bias=bias, **how))
+    def reducing(left: Any, *others: Any) -> list[Any]:
+        rows, count = left.reshape(*lead, left.shape[-1]), len(operands) - 1
+        input, weight, _ = _operands(product, (rows, *others[:count]), scales.swizzled)
+        rest = [*others[count:]]
+        tensors = dict(zip(vectors, rest, strict=False))
+        factors = input, weight, collective.reduce_op
+        added = None if bias is None else rest[-1]
+        if norm is None:
+            return [wait(form(*factors, bias=added, **how))]
+        residual, row_norm = tensors.get("residual"), _row_norm(norm, tensors, weight.shape[1])
+        if residual is not None:
+            residual = residual.reshape(shape(result))
+        normed, total = form(*factors, bias=added, residual=residual, norm=row_norm, **how)
+        values, *of_rows = normed if isinstance(normed, tuple) else (normed,)
+        return [*map(wait, (values, total, *of_rows))]
 
     traced = _traced(reducing, inputs)
 
     def rewrite() -> None:
         with result.graph.inserting_before(result):
-            bias = _reduced_bias(collective, [product])
-            nodes = inputs if bias is None else [*inputs[:-1], bias]
-            output = inlined(traced, nodes, result)
-            result.replace_all_uses_with(_as_before(output, result))
+            total = _reduced_bias(collective, [product])
+            if total is not None and norm is not None and norm.added is not None:
+                total = call(aten.add.Tensor, (total, norm.added), norm.added)
+            nodes = inputs if total is None else [*inputs[:-1], total]
+            outputs = inlined(traced, nodes, result)
+            olds = [result] if norm is None else [norm.normed, norm.total, norm.scale]
+            for old, output in zip(olds, outputs, strict=False):
+                if old is not None:
+                    old.replace_all_uses_with(_as_before(output, old))
 
     return rewrite
+
+
+def _row_norm(norm: GraphNorm, tensors: dict[str, Any], columns: int) -> RowNorm:
+    """Return the norm for a functional form; a scale for all rows divides its vectors."""
+    weight, bias, static = (tensors.get(name) for name in ("weight", "bias", "static"))
+    if static is not None:
+        weight = static.new_ones(columns) if weight is None else weight
+        weight = weight.float() / static.reshape(1)
+        bias = None if bias is None else bias.float() / static.reshape(1)
+    return RowNorm(norm.kind, norm.eps, weight, bias)

@@ -504,8 +504,8 @@ def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
         )
     if operand_format(input.format, operand.format) not in OPERAND_FORMATS:
         raise ValueError(
-            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format; "
-            "only mxfp8 and mxfp8_e5m2 may be together"
+            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format, "
+            "or in mxfp8 and mxfp8_e5m2"
         )
     if operand.format != operands[1].format:
         raise ValueError(
