@@ -290,6 +290,7 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
             TypeError,
             "input must be an interlace.Scaled as the other operands are",
         ),
+        (X, [], TypeError, "weight must be an interlace.Scaled or a non-empty sequence"),
         (X, X, ValueError, r"weight must be \(k, n\), its blocks along k"),
         (W, W, ValueError, r"input must be \[..., k\], its blocks along k"),
         (

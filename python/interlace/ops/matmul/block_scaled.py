@@ -340,6 +340,10 @@ def packed(given: Any, *, check_scales: bool) -> Any:
             return given
         if isinstance(given.input, torch.Tensor):
             given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
+    if len(operands) == 1:
+        raise TypeError(
+            "weight must be an interlace.Scaled or a non-empty sequence of them, got []"
+        )
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
         _check(operands[: index + 1], operand_name, by_expert)
