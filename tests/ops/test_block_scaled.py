@@ -225,7 +225,7 @@ def compiled_code(name: str, **configuration: int) -> None:
 
 @pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
-    """Of sm_90, where fp8 and bf16 factors are for wgmma."""
+    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma."""
     interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
 
 
@@ -235,7 +235,7 @@ def few_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
 def test_tiles_of_few_numbers_along_k_as_ptx(name: str) -> None:
-    """Of sm_80; see LEAST_PACKED."""
+    """The PTX of sm_80; see LEAST_PACKED."""
     interlace.run(few_at_a_time, 2, name, place="ptx", arch=80, timeout=600)
 
 
@@ -290,6 +290,7 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
             TypeError,
             "input must be an interlace.Scaled as the other operands are",
         ),
+        (X, [], TypeError, "weight must be an interlace.Scaled or a non-empty sequence"),
         (X, X, ValueError, r"weight must be \(k, n\), its blocks along k"),
         (W, W, ValueError, r"input must be \[..., k\], its blocks along k"),
         (

@@ -395,8 +395,8 @@ def _consider(
         else:
             products = _reduced_products(collective, norm)
         _check(collective, products)
-        if products and (products[0].scales is not None or products[0].batch):
-            norm = None  # no op has both scales or a batch and a norm
+        if products and not products[0].may_be_normed:
+            norm = None
         times = _times(collective, products, machine)
         if left := why_not(policy, times):
             raise Unfit(left)

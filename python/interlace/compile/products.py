@@ -57,6 +57,11 @@ class GraphProduct:
         return "" if self.scales is None else self.scales.format
 
     @property
+    def may_be_normed(self) -> bool:
+        """Whether the op on this product has a tail with a norm."""
+        return not self.batch and (self.scales is None or bool(self.blocks))
+
+    @property
     def _weight_shape(self) -> list[Any]:
         """The weight's shape in numbers, ``(k, n)``."""
         inner, columns = shape(self.right)[-2:]

@@ -35,7 +35,9 @@ from interlace.compile.scales import block_operands
 from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul import functional
+from interlace.ops.matmul.norms import listed
 from interlace.ops.op.async_tensor import wait
+from interlace.runtime.numerics.norms import RowNorm
 
 WITH_MATMULS = {
     "all_gather": "all_gather_matmul",
@@ -49,7 +51,7 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
     """Return the name of the op that replaces all three."""
     name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
     if products and products[0].blocks:
-        return f"block_scaled_{name}"
+        name = f"block_scaled_{name}"
     return name if norm is None else f"{name}_norm"
 
 
@@ -243,7 +245,16 @@ def fuse_reduction(
             if collective.kind == "reduce_scatter":
                 options["scatter_dim"] = collective.dim
             form: Any = getattr(functional, WITH_MATMULS[collective.kind])
-            return [wait(form(*both, collective.reduce_op, **options))]
+            if norm is not None:
+                tail = _norm_arguments(norm, bias, vectors, value(result))
+                row_norm = RowNorm(norm.kind, norm.eps, tail["norm_weight"], tail["norm_bias"])
+                options |= {"norm": row_norm, "quantize": tail["quantize"] or None}
+                options |= {"bias": tail["bias"], "residual": tail["residual"]}
+            made = form(*both, collective.reduce_op, **options)
+            outputs = [made] if norm is None else listed(made)
+            return [
+                wait(each) for each, old in zip(outputs, replaced, strict=False) if old is not None
+            ]
         if scales is not None:
             op = f"scaled_{name}"
             if of_input.numel() != 1:
@@ -279,7 +290,7 @@ def _sum_of_biases(collective: Collective, biases: Sequence[Any]) -> Any:
 
 def _norm_arguments(
     norm: GraphNorm, bias: Any, vectors: Sequence[Any], result: torch.Tensor
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return an op's arguments for a norm in its tail."""
     added, residual, weight, offset, static = vectors
     if residual is not None and not same(residual.shape, result.shape):

@@ -169,7 +169,7 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
     except (ValueError, TypeError, RuntimeError) as error:
         raise Unfit(str(error)) from None
     if blocks:
-        format = operand_format(*(each.format for each in blocks))
+        format = operand_format(blocks[0].format, blocks[1].format)
         return left, right, given.get("bias"), replace(scales, format=format)
     columns = [1, value(right).shape[1]]
     if (

@@ -71,7 +71,7 @@ ONE_OF_EACH_OP = list({case.op: case for case in reversed(TABLE)}.values())
 
 @ranks()
 def test_ranks_of_a_graph_compare_k_as_a_number_of_values() -> None:
-    """Of packed 4-bit rows; a graph does not compare k itself."""
+    """A graph has only the lengths of packed rows, in bytes."""
     x = quantize(torch.ones(4, (160, 288)[interlace.get_rank()]), "mxfp4")
     factors = x.values, x.values.mT, x.scales, x.scales.mT
     words = r"padded to 128\) differs between ranks: \(256,\) on rank 0, \(384,\) on rank 1"

@@ -19,6 +19,7 @@ from tiers import thorough
 E8M0, E4M3, FP4 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 BYTES = torch.uint8
 ROWS, INNER, COLUMNS = 12, 256, 32
+EPS = 0.1
 GATHER, SCATTER, REDUCE = (
     f"block_scaled_{name}"
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -241,6 +242,73 @@ def scattered_groups(reduction: str) -> Callable[[], Made]:
     return of_reduction
 
 
+def reduced_norm(reduction: str, quantisation: str = "") -> Callable[[], Made]:
+    """A norm behind the reduction; its rows may leave as fp8, by a scale of each row or one that exists."""
+
+    def of_norm() -> Made:
+        def layer(
+            q: Tensor,
+            s: Tensor,
+            w: Tensor,
+            w_scales: Tensor,
+            residual: Tensor,
+            gain: Tensor,
+            t: Tensor,
+        ) -> Any:
+            op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+            product = op(q, w, s, w_scales, [128, 128], torch.bfloat16)
+            h = (scattered if reduction == "scatter" else total)(product) + residual
+            y = F.rms_norm(h, (COLUMNS,), gain, EPS)
+            if not quantisation:
+                return y, h
+            fp8, scale = (
+                torch.empty_like(y, dtype=E4M3),
+                y.new_empty(len(y), 1, dtype=torch.float32),
+            )
+            if quantisation == "fp8_static":
+                torch.ops._C.static_scaled_fp8_quant(fp8, y, t)
+                return fp8, h
+            torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, y, scale, None)
+            return fp8, scale, h
+
+        rows = ROWS // (dist.get_world_size() if reduction == "scatter" else 1)
+        x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
+        residual, gain = numbers(rows, COLUMNS, 5).bfloat16(), numbers(1, COLUMNS, 6)[0].bfloat16()
+        t = torch.tensor(0.25)
+        form: Any = (
+            interlace.matmul_reduce_scatter
+            if reduction == "scatter"
+            else interlace.matmul_all_reduce
+        )
+        vector = gain.float() / t if quantisation == "fp8_static" else gain
+        about: Any = {"norm": interlace.RMSNorm(vector, eps=EPS), "quantize": quantisation or None}
+        rows_of_norm, total_of_rows = form(x, w.t(), residual=residual, **about)
+        parts = rows_of_norm if isinstance(rows_of_norm, tuple) else (rows_of_norm,)
+        arguments = (x.values, x.scales, w.values, w.scales, residual, gain, t)
+        return layer, arguments, (*parts, total_of_rows)
+
+    return of_norm
+
+
+def biased_and_normed() -> Made:
+    """Each rank adds a bias to its product, and all add one to the sum."""
+
+    def layer(
+        q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, one: Tensor, other: Tensor
+    ) -> Tensor:
+        blocked = block_ops.to_blocked(s.view(BYTES)).view(E8M0)
+        options: Any = {"bias": one, "out_dtype": torch.bfloat16}
+        h = total(torch._scaled_mm(q, w.t(), blocked, w_scales, **options)) + other
+        return F.rms_norm(h, (COLUMNS,), None, EPS)
+
+    x, w, one = shard("mxfp8"), weight("mxfp8"), torch.arange(COLUMNS).bfloat16()
+    bias = one * dist.get_world_size() + 1
+    norm = interlace.RMSNorm(eps=EPS)
+    right: Any = interlace.matmul_all_reduce(x, w.t(), bias=bias, norm=norm)
+    arguments = (x.values, x.scales, w.values, swizzled(w.scales), one, torch.ones_like(one))
+    return layer, arguments, right[0]
+
+
 def scattered_mxfp8() -> Made:
     """Scales of the own product, which come swizzled."""
 
@@ -315,6 +383,19 @@ CASES: dict[str, tuple[Callable[[], Made], list[tuple[str, tuple[str, ...]]]]] =
     "nvfp4 of FlashInfer": (nvfp4_of_vllm(True, 128), both("nvfp4")),
     "groups, scattered": (scattered_groups("scatter"), both("fp8_block128", SCATTER)),
     "groups, all-reduced": (scattered_groups("all"), both("fp8_block128", REDUCE)),
+    **{
+        f"{reduction} and norm {quantisation}": (
+            reduced_norm(reduction, quantisation),
+            [(f"{op}_norm", (*notes, OPERANDS + "fp8_block128"))],
+        )
+        for reduction, op in (("scatter", SCATTER), ("all", REDUCE))
+        for quantisation, notes in (
+            ("", ()),
+            ("fp8", ("its rows leave as fp8",)),
+            ("fp8_static", ("its rows leave as fp8 by a scale that is an input",)),
+        )
+    },
+    "biases and norm": (biased_and_normed, both("mxfp8", f"{REDUCE}_norm")),
     "mxfp8, scattered": (scattered_mxfp8, both("mxfp8", SCATTER)),
     "nvfp4, scattered": (nvfp4_scattered, both("nvfp4", SCATTER)),
     "rows of cutlass": (

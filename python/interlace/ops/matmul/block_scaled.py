@@ -336,6 +336,10 @@ def packed(given: Any, *, check_scales: bool) -> Any:
             return given
         if isinstance(given.input, torch.Tensor):
             given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
+    if len(operands) == 1:
+        raise TypeError(
+            "weight must be an interlace.Scaled or a non-empty sequence of them, got []"
+        )
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
         _check(operands[: index + 1], operand_name, by_expert)
@@ -495,8 +499,8 @@ def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
         )
     if operand_format(input.format, operand.format) not in OPERAND_FORMATS:
         raise ValueError(
-            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format; "
-            "only mxfp8 and mxfp8_e5m2 may be together"
+            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format, "
+            "or in mxfp8 and mxfp8_e5m2"
         )
     if operand.format != operands[1].format:
         raise ValueError(

@@ -76,7 +76,7 @@ class BlockFormat:
         return replace(self, values=self.weight_values or self.values)
 
     @property
-    def exchanged(self) -> BlockFormat:
+    def of_transposed(self) -> BlockFormat:
         """The format of the transposed product, whose first factor is the weight."""
         of_input = None if self.weight_values is None else self.values
         return replace(self.of_weight, weight_values=of_input)
@@ -157,12 +157,12 @@ def _pair(input: str, weight: str) -> BlockFormat:
 
 
 _PAIRS = _pair("mxfp8", "mxfp8_e5m2"), _pair("mxfp8_e5m2", "mxfp8")
-OPERAND_FORMATS = {**FORMATS, **{each.name: each for each in _PAIRS}}
+OPERAND_FORMATS = {**FORMATS, **{pair.name: pair for pair in _PAIRS}}
 """The formats of an input and a weight, which are the same, or named in this order."""
 
 
 def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
-    """Return a term for ranks to compare: the length of rows. Of packed ones, their numbers and padding."""
+    """Return a term for ranks to compare: the length of rows. Packed rows count numbers and padding."""
     if not format:
         return name, length
     numbers = OPERAND_FORMATS[format].steps(length) * INNER
@@ -651,8 +651,8 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
     wholes = [whole for *_, whole in sides]
     if left.is_cuda:
         numbers = [
-            _numbers(values, own) * scales.float().repeat_interleave(kind.block, 1)
-            for (values, scales, _), own in zip(sides, (kind, kind.of_weight), strict=True)
+            _numbers(values, side) * scales.float().repeat_interleave(kind.block, 1)
+            for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True)
         ]
         total = numbers[0] @ numbers[1].T
     else:

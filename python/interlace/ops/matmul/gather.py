@@ -161,13 +161,13 @@ def _agreed(
     """Return every rank's length along ``dim`` and all weights' columns. Raise unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
     mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
-    *others, last = shape[:dim] + shape[dim + 1 :]
+    *leading, last = shape[:dim] + shape[dim + 1 :]
     of_shape, last = length_along_k("the shape of input off gather_dim", last, format)
     terms = (
         ("the number of dimensions of input", len(shape)),
         ("gather_dim", dim),
         ("format", format),
-        (of_shape, (*others, last)),
+        (of_shape, (*leading, last)),
         ("dtype of input", dtype),
         ("algorithm", operands.algorithm),
         ("out_dtype", operands.dtype),

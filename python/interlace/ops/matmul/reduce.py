@@ -189,7 +189,7 @@ class CheckedReduce:
         if along == "m" and bias is not None:
             bias = bias[made.first : made.first + made.own]
         if along == "m" and format is not None:
-            format = format.exchanged
+            format = format.of_transposed
         linear = Linear(
             made.right,
             bias,
