@@ -48,7 +48,7 @@ def test_one_that_hangs_or_dies_fails_alone(tmp_path: pathlib.Path) -> None:
 
 
 def test_one_that_hangs_ends_with_the_run(tmp_path: pathlib.Path) -> None:
-    """Or it would keep the GPU from what comes next: a step of gpu_call.sh has a limit of its own."""
+    """Otherwise the process would occupy the GPU during the next step of gpu_call.sh."""
     report, told = os.pipe()
     hangs = (
         f"import os, signal\ndef test_hangs():\n    os.write({told}, b'.')\n    signal.pause()\n"

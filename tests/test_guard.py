@@ -110,7 +110,7 @@ def test_without_the_guard_it_never_ends(tmp_path: pathlib.Path) -> None:
 @thorough
 @pytest.mark.parametrize("guarded", [True, False])
 def test_whose_pipe_is_held_by_another_is_found_dead(guarded: bool, tmp_path: pathlib.Path) -> None:
-    """Without the guard the run ends after that other process."""
+    """Without the guard the run would end after that other process."""
     (tmp_path / "test_held.py").write_text(HELD.format(seconds=100_000 if guarded else 8))
     try:
         said = run(tmp_path, "-n", "1", change="" if guarded else "del pytest_testnodeready")

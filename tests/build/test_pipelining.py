@@ -108,7 +108,7 @@ def test_a_loop_that_is_not_pipelined_is_seen(built: dict[str, Built]) -> None:
 @thorough
 @pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("90")])
 def test_products_of_hopper_are_asynchronous(name: str, built: dict[str, Built]) -> None:
-    """One product is still running when the next is begun; only at the end of a tile all are waited for."""
+    """A product begins while another is running; the kernel waits for all only at the end of a tile."""
     _, _, ptx = built[name]
     assert "wgmma.mma_async" in ptx
     if "fp8" in name:  # each step's sum is added up outside of the tensor core
@@ -134,7 +134,7 @@ def test_loads_and_stores_by_descriptor(name: str, built: dict[str, Built]) -> N
 
 
 def test_which_tiles_leave_by_descriptor() -> None:
-    """Not those of the one-shot all-reduce, and not those that warps of their own would publish."""
+    """Tiles of the one-shot all-reduce do not, and tiles that specialized warps would publish do not."""
     by = {name: entry.fixed.get("OUT_DESCRIPTOR", False) for name, entry in ENTRIES.items()}
     assert by["gather 90"] and by["scatter 90"] and by["specialized 100"]
     assert not by["reduce 90"] and not by["specialized scatter 100"]
@@ -142,7 +142,7 @@ def test_which_tiles_leave_by_descriptor() -> None:
 
 @thorough
 def test_warps_are_specialized_on_blackwell_only(built: dict[str, Built]) -> None:
-    """Triton 3.7 refuses on Hopper where there is a wait in the kernel, and compiles as if not asked."""
+    """On Hopper, Triton 3.7 rejects such kernels if they wait, and otherwise ignores the option."""
     for name in ("specialized", "specialized scatter"):
         assert "setmaxnreg" in built[f"{name} 100"][2]
         assert "setmaxnreg" not in built[f"{name} 90"][2]

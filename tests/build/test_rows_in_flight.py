@@ -14,7 +14,7 @@ from sim.benchmark.model_support import module
 
 @pytest.mark.thorough
 def test_each_loop_has_enough_on_its_way() -> None:
-    """At least 32 KiB per multiprocessor, 16 of what comes out of a cache."""
+    """A multiprocessor needs 32 KiB in flight, or 16 KiB of data that comes from a cache."""
     benchmark = module("rows_in_flight")
     rows = benchmark.counted()
     assert {row["kernel"].split()[0] for row in rows} == set(benchmark.KERNELS)

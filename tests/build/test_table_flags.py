@@ -61,7 +61,7 @@ def test_every_flag_changes_the_code(tmp_path: pathlib.Path) -> None:
 def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
     tmp_path: pathlib.Path,
 ) -> None:
-    """So it is refused there; when Triton does something with it, this fails."""
+    """So it is refused there. If Triton begins to use it, this test fails."""
     plain = MatmulVariant(layout="nk", overrides={"flatten": False})
     special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
     entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]

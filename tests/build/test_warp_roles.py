@@ -98,7 +98,6 @@ def test_a_fault_is_found(name: str, tmp_path: pathlib.Path) -> None:
 @thorough
 @pytest.mark.parametrize("op", ENTRIES)
 def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
-    """What the roles are for, counted: against the reference, of the same tile."""
     roles, reference = build([ENTRIES[op], REFERENCES[op]])
 
     def innermost(report: BuildReport, what: str) -> Loop:
@@ -119,7 +118,7 @@ def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
 
 @thorough
 def test_sums_by_themselves_load_as_much_at_once() -> None:
-    """As in the kernel that has them at its end; left alone, ptxas takes registers for fewer loads."""
+    """Without the bound on registers, ptxas uses them for fewer loads."""
     ours, alone, reference = build(
         [SUMS, replace(SUMS, max_registers=0), REFERENCES["matmul_reduce_scatter"]]
     )

@@ -77,14 +77,14 @@ def test_a_row_that_is_run_alone_takes_its_own_place() -> None:
 
 @pytest.mark.parametrize("place", few(["shm", "hosts"], "shm"))
 def test_a_forked_child_disturbs_nobody(place: str) -> None:
-    """Between hosts it once told the peers of its parent that the group was aborted."""
+    """A child once told the peers of its parent on other hosts that the group was aborted."""
     assert [trial for trial in strangers.forked(place, Plan(2)) if not trial.right] == []
     assert not all(trial.right for trial in strangers.forked(place, Plan(1, broken=True)))
 
 
 @thorough
 def test_a_rank_without_descriptors_is_named_by_all() -> None:
-    """Wherever on the way to a new group it has none left; survivors once blamed each other."""
+    """Survivors once blamed each other."""
     assert [trial for trial in limits.without_descriptors(Plan(12)) if not trial.right] == []
     assert not all(trial.right for trial in limits.without_descriptors(Plan(1, broken=True)))
 

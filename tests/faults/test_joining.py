@@ -82,7 +82,6 @@ def all_name(victim: int, place: str, size: int, step: str, timeout: float) -> N
     few([(step, rank) for step in STEPS for rank in (0, 3)], ("connects with the first", 3)),
 )
 def test_who_ends_is_named_on_all_hosts_long_before_the_timeout(step: str, victim: int) -> None:
-    """A rank of its host sees it, and tells the others."""
     all_name(victim, "hosts", 4, step, LONG)
 
 
@@ -90,7 +89,7 @@ def test_who_ends_is_named_on_all_hosts_long_before_the_timeout(step: str, victi
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("step", list(STEPS)[2:])
 def test_who_ends_alone_on_its_host_is_named_at_the_timeout(step: str, size: int) -> None:
-    """Nobody sees it: it does not answer. The others take hundredths of the timeout."""
+    """No process of the same host sees the end: the rank only stops to answer."""
     all_name(size - 1, "one each", size, step, 5.0)
 
 
@@ -110,7 +109,7 @@ def serves(join: Any, end: Any, port: int) -> None:
 
 @thorough
 def test_the_end_of_the_rank_that_serves_the_store_is_named() -> None:
-    """Nobody could be told of it: all find the store gone, unless they see first who is."""
+    """Without the store no rank can tell the others."""
     about = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with crew("hosts", 4, serves, about.port) as team:
         ranks = team.all_said(seconds=MOST)

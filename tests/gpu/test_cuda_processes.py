@@ -108,7 +108,7 @@ def test_the_backend_of_torch_serves_both_devices(tmp_path) -> None:  # type: ig
 
 
 def test_one_hardware_queue_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Megatron sets it; in new processes, which read it when they start."""
+    """Megatron sets this variable; a process reads it only when it starts."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     setup = functools.partial(launcher._install_on_gpu, {}, 60.0)
     names = ["fused_gather", "pipelined_gather", "asynchronous_gather", "all_reduce_by_copies"]

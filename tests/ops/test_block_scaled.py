@@ -533,8 +533,6 @@ def test_tensors_that_stand_for_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_ops_return_is_packed(name: str) -> None:
-    """Of a gather, a norm and dispatches: the next op takes its memory as it is, in graphs too."""
-
     def call() -> None:
         rank = interlace.get_rank()
         x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
@@ -555,7 +553,7 @@ def test_what_ops_return_is_packed(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_dispatch_into_places(name: str) -> None:
-    """Of low latency: rows that nothing came for are zeros, and the grouped matmul takes all."""
+    """Places without a row have zeros, and the grouped matmul takes all places."""
 
     def call() -> None:
         rank = interlace.get_rank()
@@ -597,8 +595,6 @@ def test_there_is_no_gradient() -> None:
 
 
 def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
-    """One scale for two weights, and a Scaled where values and scales are apart."""
-
     def call() -> None:
         gather: Any = functional.all_gather_scaled_matmul
         scales = X.scales, W.scales
@@ -667,8 +663,6 @@ def test_a_dispatch_does_not_quantize_again() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_packed_weight_is_copied_no_more(name: str) -> None:
-    """It is in memory as ops read it, and what is written there later counts."""
-
     def call() -> None:
         x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
         packed = weight.packed()

@@ -116,8 +116,6 @@ def test_rows_in_sim(name: str, op: str, columns: int, ranks: int) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("op", OPS[2:])
 def test_rows_of_many_columns(name: str, op: str) -> None:
-    """Some at a time; also of a row in words, which carry their flags."""
-
     def on_rank() -> None:
         with interlace.configured(block_elements=256, programs=2):
             every_form(op, name, 1500, ("fused",))
@@ -144,7 +142,6 @@ def test_in_two_shots(name: str, op: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("op", OPS[2:])
 def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
-    """LayerNorm of random bfloat16 rows, by the kernel."""
     numbers = torch.randn(9, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight, bias = numbers[7].clone(), numbers[8].clone()
     norm = interlace.LayerNorm(weight, bias, eps=1e-5)
@@ -210,8 +207,6 @@ def test_as_ptx(name: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_empty_parts_and_no_numbers(name: str, op: str, algorithm: str) -> None:
-    """Ranks without a row of their own, no rows at all, and rows without a number."""
-
     def on_rank(rows: int, columns: int) -> None:
         x = torch.ones(rows, columns)
         operands = (torch.ones(rows, 4), torch.ones(4, columns)) if "matmul" in op else (x,)

@@ -136,7 +136,9 @@ def dtypes() -> list[Any]:
 @pytest.mark.parametrize(("op", "dtype"), dtypes())
 @ranks(SIZE)
 def test_values(place: str, op: str, dtype: str) -> None:
-    """Of the functional form and through autograd; a dtype that an op does not take all ranks refuse."""
+    """The functional form and autograd are tested too. All ranks refuse a dtype that the op does not
+    support.
+    """
     prepared_call = prepared(op, dtype=DTYPES[dtype])
     if contracts.takes(prepared_call.op, DTYPES[dtype]):
         prepared_call.check(finish(prepared_call.begin()))
@@ -184,7 +186,6 @@ def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
 @matrix("asynchronous")
 @ranks(SIZE)
 def test_asynchronous(place: str, op: str) -> None:
-    """Two calls under way at once, waited for in the other order, and twice."""
     first, second = prepared(op), prepared(op, call=2)
     begun = [(each, each.begin()) for each in (first, second)]
     for each, started in reversed(begun):
@@ -197,7 +198,7 @@ def test_asynchronous(place: str, op: str) -> None:
 @pytest.mark.parametrize("dtype", few(["float32", "bool"], "float32"))
 @ranks(SIZE)
 def test_out(place: str, op: str, dtype: str) -> None:
-    """Written as a whole; one that does not fit is refused on all ranks; some ops take the input itself."""
+    """An ``out`` that does not fit is refused on all ranks. Some ops accept the input itself as ``out``."""
     call = prepared(op, dtype=DTYPES[dtype])
     name, size = describe(None)
     out = poison(call.op.outputs(call.op.record(list(call.own.values())), size))
@@ -216,8 +217,6 @@ def test_out(place: str, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", few(["float32", "float16"], "float32"))
 @ranks(SIZE)
 def test_out_dtype(place: str, op: str, dtype: str) -> None:
-    """Of inputs in bf16; what is added to the sum has the dtype of the output."""
-
     def change(given: dict[str, Any]) -> dict[str, Any]:
         if "residual" in given:
             given["residual"] = given["residual"].to(DTYPES[dtype])
@@ -241,7 +240,7 @@ def test_empty_on_one(place: str, op: str) -> None:
 @matrix("empty_on_one")
 @ranks(SIZE)
 def test_parts_as_chunks(place: str, op: str) -> None:
-    """All but the last are as long as torch.chunk makes them, which is longer than a third."""
+    """torch.chunk makes all parts but the last longer than a third."""
     check_values(op, rows=lambda size: [count for _, count in split_rows(3 * size + 1, size)])
 
 
@@ -249,8 +248,6 @@ def test_parts_as_chunks(place: str, op: str) -> None:
 @pytest.mark.parametrize("layout", few(LAYOUTS[1:], "strided"))
 @ranks(SIZE)
 def test_layouts(place: str, op: str, layout: str) -> None:
-    """Every tensor among the arguments is not contiguous; inputs are not written to."""
-
     def change(given: dict[str, Any]) -> dict[str, Any]:
         return {
             name: tree_map_only(Tensor, lambda each: laid_out(each, layout), value)
@@ -268,7 +265,7 @@ def test_layouts(place: str, op: str, layout: str) -> None:
 
 @pytest.mark.parametrize("op", cells("poisoned"))
 def test_poisoned(op: str) -> None:
-    """Memory holds nan before every call, also before one that gets memory of the call before."""
+    """Memory has nan before every call, also memory that an earlier call used."""
 
     fused = {"algorithm": "fused"} if "algorithm" in BY_NAME[op].kinds else {}
 
@@ -283,7 +280,6 @@ def test_poisoned(op: str) -> None:
 @matrix("subgroups")
 @ranks(4)
 def test_subgroups(place: str, op: str) -> None:
-    """Two groups at once, one of which has its ranks in another order."""
     odd = interlace.get_rank() % 2
     check_values(op, group=[[2, 0], [1, 3]], call=1 + odd)
 
@@ -405,7 +401,6 @@ def of_all_ranks(values: Sequence[Any]) -> Any:
 
 @pytest.mark.parametrize("op", cells("local_tensor"))
 def test_local_tensor(op: str) -> None:
-    """Results of all ranks in one process."""
     known, setting = BY_NAME[op], Setting(0, SIZE, call=1, rows=evenly(SIZE))
     given = [known.example(each) for each in setting.everyone()]
     tree = tree_flatten(list(given[0].values()))[1]
@@ -463,7 +458,7 @@ def test_misuse_on_all(place: str, op: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @ranks(2)
 def test_shapes_that_differ_are_no_other_shape(place: str) -> None:
-    """Of as many elements: none is reshaped, all ranks hear of it."""
+    """The shapes have equal numbers of elements, and no rank reshapes its tensor."""
     rank = interlace.get_rank()
     tensor = torch.arange(8.0).reshape((2, 4) if rank == 0 else (4, 2))
     for op, *options in (
@@ -501,7 +496,6 @@ def test_every_op_has_its_cells() -> None:
 
 
 def test_a_new_op_is_found_without_being_named() -> None:
-    """It has the cells of a like one; what the table cannot make, or compare, is a gap."""
     known = BY_NAME["reduce_scatter"]
     new = dataclasses.replace(known, name="another")
     grown = {**BY_NAME, "another": new}

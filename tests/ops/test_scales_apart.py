@@ -40,8 +40,6 @@ def functional_scatter(x: Any, w: Any, scales: tuple[Any, Any]) -> Any:
 
 @pytest.mark.parametrize("form", [fused_gather, functional_gather, functional_scatter])
 def test_scales_by_block_on_one_rank_and_by_row_on_another(form: Callable[..., Any]) -> None:
-    """All ranks refuse, and the group goes on."""
-
     def call() -> None:
         first = interlace.get_rank() == 0
         x, w = torch.ones(4, 256).to(E4M3), torch.ones(128, 256).to(E4M3).t()
@@ -60,8 +58,6 @@ def test_scales_by_block_on_one_rank_and_by_row_on_another(form: Callable[..., A
 @pytest.mark.parametrize("inner", [128, 100])
 @pytest.mark.parametrize("columns", [300, 128])
 def test_a_block_that_is_a_whole_row(inner: int, columns: int) -> None:
-    """k <= 128: a scale of each row of the input, and of 128 columns or of each of the weight."""
-
     def call() -> None:
         rank = interlace.get_rank()
         x = quantize(numbers(4, inner, rank), "fp8_block128")
@@ -85,7 +81,7 @@ def test_a_block_that_is_a_whole_row(inner: int, columns: int) -> None:
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("rows", [80, 128, 130])
 def test_scales_of_all_ranks(name: Any, rows: int) -> None:
-    """As torch's "row-wise-replicated": the input's scales are there already."""
+    """torch calls this "row-wise-replicated": each rank has the scales of the whole input."""
 
     def call() -> None:
         rank, size = interlace.get_rank(), interlace.get_world_size()
@@ -125,7 +121,7 @@ def pair(operand: Scaled) -> tuple[Tensor, Tensor]:
 
 
 def test_swizzled_scales_of_the_shape_of_plain_ones() -> None:
-    """``torch._scaled_mm`` goes by their number, and so do the ops of ``torch.ops.symm_mem``."""
+    """``torch._scaled_mm`` decides by the number of scales, and so do the ops of ``torch.ops.symm_mem``."""
 
     def call() -> None:
         x, w = quantize(numbers(128, 128, 1), "mxfp8"), quantize(numbers(16, 128, 2), "mxfp8")

@@ -51,7 +51,7 @@ def test_every_tool_knows_every_op() -> None:
 
 
 def test_a_new_op_is_missed_where_a_tool_has_a_list_of_its_own() -> None:
-    """Verify and the contract matrix have it at once, with its algorithms; it lacks what needs code."""
+    """Verify and the contract matrix find it at once; the tools that need code do not."""
     kernels = fused_by("another_kernel")
     new = dataclasses.replace(BY_NAME["matmul_all_reduce"], name="another", algorithms=kernels)
     grown = {**BY_NAME, "another": new}

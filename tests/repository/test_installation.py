@@ -148,7 +148,7 @@ def new_environment(folder: pathlib.Path, project: pathlib.Path, command: str) -
 
 @thorough
 def test_type_checkers_follow_an_editable_installation(tmp_path: pathlib.Path) -> None:
-    """As the Makefile makes it; they do not see what an import hook finds."""
+    """The Makefile installs this way; type checkers cannot see modules behind an import hook."""
     pytest.importorskip("mypy")
     shutil.copytree(ROOT, tmp_path / "repository", symlinks=True, ignore=LEFT_OUT)
     python = new_environment(tmp_path, tmp_path / "repository", "pip install -e .")

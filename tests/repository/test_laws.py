@@ -156,7 +156,7 @@ def test_law_10_no_foreign_calls_in_the_interpreter() -> None:
 
 
 def test_words_that_carry_their_flag_order_nothing() -> None:
-    """Data and flag are one word; whoever relies on an order uses publish and wait."""
+    """Data and flag are one word; code that relies on an order uses publish and wait."""
     source = SIGNAL.read_text()
     names = {"store_words", "look_for_words", "count_program"}
     parts = [ast.get_source_segment(source, f) or "" for f in jitted(source) if f.name in names]

@@ -37,7 +37,7 @@ def wrong() -> set[int]:
 
 
 def test_the_stubs_are_those_of_today() -> None:
-    """``python tests/stubs.py`` writes them."""
+    """``python tests/stubs.py`` writes the stubs."""
     for path, text in stubs.stubs().items():
         assert path.read_text() == text, f"{path}: run python tests/stubs.py"
 

@@ -37,7 +37,7 @@ def _tritons(value: Any) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 1, 16])
 def test_ranks_share_a_compilation(rank: int) -> None:
-    """With the control that Triton by itself compiles rank 1 in."""
+    """The control: Triton by itself compiles the value 1 of a rank into the kernel."""
     launch = {"peers": Peers(TABLE, rank, 32)}
     compiled = compiled_with(slots.finish_kernel, launch)["peers"]
     assert _tritons(compiled) == ("*i64", "i32", "i32")
@@ -73,8 +73,6 @@ def keep(out_ptr, values):
 
 @pytest.mark.parametrize("place", ["sim", "ptx"])
 def test_arguments_are_what_a_gpu_takes(place: str) -> None:
-    """With a name for what it does not."""
-
     def on_rank(value: Any) -> float:
         out = torch.zeros(1)
         keep[(1,)](out, value)
@@ -88,7 +86,7 @@ def test_arguments_are_what_a_gpu_takes(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["sim", "ptx"])
 def test_keywords_are_parameters_or_options_of_triton(place: str) -> None:
-    """Those for other GPUs too, such as AMD's."""
+    """Options for other GPUs, such as AMD's, count too."""
 
     def step(**named: Any) -> float:
         out = torch.zeros(1)

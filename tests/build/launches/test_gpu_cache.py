@@ -57,7 +57,7 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
 @thorough
 def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
-    """With a driver that does nothing; nothing is compiled."""
+    """The driver does nothing, and no kernel is compiled."""
     command = [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -65,7 +65,6 @@ def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
 
 
 def test_every_step_has_cases() -> None:
-    """As ``gpu_call.sh`` names them; check on all its numbers of ranks."""
     script = (
         "import os; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
         "print(*(job.title for jobs in gpu_cache.STEPS for job in jobs()), sep='\\n')"
@@ -82,7 +81,6 @@ def test_every_step_has_cases() -> None:
 
 @thorough
 def test_a_case_that_launches_something_else_is_told() -> None:
-    """The control."""
     script = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
         "from interlace.cli.commands import check as cases\n"

@@ -69,7 +69,7 @@ def test_a_site_is_run(site: str, report: Report) -> None:
 
 @thorough
 def test_a_launch_without_memory_for_descriptors_is_seen(folder: Path, report: Report) -> None:
-    """The control: Triton's launcher needs it, and that of the benchmarks once did not get it."""
+    """Triton's launcher needs this memory; the launcher of the benchmarks once had none."""
     problem = run(folder, "without allocator")["parts"]["benchmarks"][2]
     assert "no allocator was set" in problem, problem
 

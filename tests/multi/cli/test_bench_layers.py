@@ -76,7 +76,7 @@ def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> No
     ("op", "name"), few(OPS_AND_FORMATS, *OPS_AND_FORMATS[:: len(FORMATS) + 1])
 )
 def test_operands_in_block_scaled_formats(op: str, name: str, tmp_path: pathlib.Path) -> None:
-    """Bytes that move are those of rows with their scales and padding, or of the output."""
+    """The moved bytes are rows with their scales and padding, or rows of the output."""
     result = checked_in_every_way(op, tmp_path, format=name, dtype="float32", **WIDE[op])
     kind: Any = OPS[op]
     shape, width = result["shape"], getattr(kind, "communicated", "n")
@@ -103,7 +103,7 @@ def test_what_formats_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 @thorough
 def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
-    """Its ring; where it has none, keys are gathered; gradients of gathered keys are reduced."""
+    """The baseline is torch's ring. Where torch has no ring, the baseline gathers the keys."""
     for op in ("context_parallel_attention", "context_parallel_attention_backward"):
         for more in ({}, {"key_heads": 1, "mask": "full"}):
             _, _, facts = run(op, tmp_path, m="16", n="2", k="8", repetitions=1, **more)

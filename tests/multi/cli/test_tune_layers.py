@@ -75,7 +75,6 @@ def row(op: str, named: str) -> CacheRow:
 
 @pytest.mark.parametrize("op", FASTEST)
 def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
-    """A call of one's own choice is not overruled."""
     here, file = files.machine("shm", torch.device("cpu")), tmp_path / "tune.json"
     files.add(here, [row(op, FASTEST[op])], file)
     for said, expected in (
@@ -101,7 +100,6 @@ KERNELS: list[tuple[str, Any, str, int]] = [
 def test_the_kernel_gets_what_was_measured(
     op: str, kind: Any, name: str, value: int, tmp_path: pathlib.Path
 ) -> None:
-    """Of rows of experts whether counts are on the host or not."""
     file = tmp_path / "tune.json"
     found = dataclasses.replace(row(op, "fused"), values={"fused": {name: value}})
     files.add(files.machine("sim", torch.device("cpu")), [found], file)

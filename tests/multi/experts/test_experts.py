@@ -124,7 +124,6 @@ def test_gradients(how: str) -> None:
 @pytest.mark.parametrize("most", few([None, MOST], None))
 @ranks(2)
 def test_a_layer_is_one_graph(most: int | None) -> None:
-    """Of unequally many tokens; with a bound of two numbers."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     torch.manual_seed(0)
     how: Any = {"gated": True, "shared_size": 8, "capacity_factor": 1.0, "expert_bias": True}
@@ -146,7 +145,7 @@ def test_a_layer_is_one_graph(most: int | None) -> None:
 
 @ranks(2)
 def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
-    """Before it ranks compare caches."""
+    """The rank raises before the ranks compare their caches."""
     group, rank = interlace.new_group(), interlace.get_rank()
     world_size = interlace.get_world_size()
     how: Any = {"num_max_dispatch_tokens_per_rank": MOST, "group": group}
@@ -162,7 +161,6 @@ def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
 
 @ranks(2)
 def test_a_graph_does_no_op_twice() -> None:
-    """The ops of a forward and its backward, as ranks agree on them."""
     seen: list[str] = []
     parts = Communicator.parts
 

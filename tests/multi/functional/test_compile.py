@@ -87,7 +87,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_explain_names_the_callers_line_and_the_module(mesh: DeviceMesh) -> None:
-    """Of what torch's hooks do; where no frame is the user's, it is the line that calls explain."""
+    """An op in a hook of torch has no frame of the user: its line is the line that calls explain."""
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     plan = {
         "0": ColwiseParallel(input_layouts=Shard(1)),
@@ -138,8 +138,6 @@ def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:
     "options", few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}])
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
-    """Of a tensor that changes afterwards, and of one that the caller may change."""
-
     def swapped(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         old = torch.empty_like(cache)
         old.copy_(cache)
@@ -201,7 +199,6 @@ def test_an_exported_program_is_fused_and_saved(decomposed: bool) -> None:
 
 
 def test_modules_and_graphs_are_fused() -> None:
-    """Of a module the code is new, too. Another thing is a TypeError that says what is accepted."""
     module = exported().module()
     for each in (exported().graph, module):
         assert len(fuse(each, policy="always").fused) == 2
@@ -220,7 +217,7 @@ def test_a_wrong_option_of_the_backend() -> None:
 
 @thorough
 def test_the_graphs_in_the_docs() -> None:
-    """docs/how-to/compile/torch-compile.md shows what docs/examples/fusion.py prints."""
+    """docs/how-to/compile/torch-compile.md shows the output of docs/examples/fusion.py."""
     root = Path(__file__).parents[3]
     command = [sys.executable, str(root / "docs/examples/fusion.py")]
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
@@ -301,8 +298,6 @@ def test_options_of_the_pass_are_refused_when_it_is_made(wrong: dict[str, Any], 
 
 
 def test_the_pass_decides_by_it() -> None:
-    """For the shapes of a graph: several weights, a sum of terms, and a bias."""
-
     def gather(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
         whole = functional.all_gather(x, 1, group=GROUP)
         return whole @ w, whole @ v
@@ -396,8 +391,6 @@ def test_the_first_pattern_that_finds_something_decides() -> None:
     ],
 )
 def test_policy_and_prediction_of_a_pattern(policy: str, machine: Machine, reason: str) -> None:
-    """It is asked with the machine of the pass; a pattern that is left leaves the graph as it was."""
-
     def seconds(collective: Collective, relu: fx.Node, machine: Machine) -> Prediction:
         assert relu.target is RELU and collective.size == 4
         return Prediction(1.0, 1.5 if machine is CPU else 0.5)

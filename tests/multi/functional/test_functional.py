@@ -82,7 +82,6 @@ def test_gradients_that_are_expanded_or_transposed(place: str) -> None:
 @in_both_places
 @ranks()
 def test_gradients_of_half_precision(place: str) -> None:
-    """Of bfloat16 inputs with float32 outputs, in the inputs' dtype."""
     rank, size = here()
     x = torch.full((2, 4), 1.0 + rank, dtype=torch.bfloat16, requires_grad=True)
     w = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -119,7 +118,7 @@ def test_second_derivatives(place: str) -> None:
 @in_both_places
 @ranks()
 def test_without_gradients(place: str) -> None:
-    """Modes without gradients record none; what refuses them says so in backward."""
+    """Modes without gradients record no gradient; a mode that forbids one raises in backward."""
     size = here()[1]
     x = torch.ones(size, size, requires_grad=True)
     with torch.no_grad():
@@ -184,7 +183,6 @@ def test_what_runs_in_backward(name: str, options: dict[str, Any], expected: str
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks()
 def test_interlaces_own_fused_ops_record_gradients(place: str, async_op: bool) -> None:
-    """Of unequal shards, too; results are those without gradients."""
     rank, size = here()
     w, b = torch.arange(12.0).view(4, 3).requires_grad_(), torch.ones(3, requires_grad=True)
 
@@ -232,7 +230,7 @@ def started(value: float = 1.0) -> torch.Tensor:
 
 @ranks()
 def test_asking_for_sizes_does_not_wait() -> None:
-    """A wait would end in a deadlock: the other rank calls only after the first has asked."""
+    """A wait would deadlock: the other rank calls only after the first rank has read the sizes."""
     interlace.new_group([0, 1], name="late")
     if interlace.get_rank():
         interlace.barrier(group="late")
@@ -337,7 +335,6 @@ def test_an_async_tensor_is_a_tensor() -> None:
 
 @ranks()
 def test_async_tensors_and_autograd() -> None:
-    """A result that becomes a leaf, one that is detached, one with hooks."""
     leaf = started().requires_grad_()
     (leaf * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == SUM
@@ -396,7 +393,6 @@ def test_results_leave_nothing_in_torchs_registry(compiled: bool) -> None:
 
 @ranks()
 def test_failures_are_raised_again() -> None:
-    """At the first and the second wait."""
     x = torch.ones(1 + interlace.get_rank())
     expected = r"^all_reduce: shape of tensor differs between ranks: \(1,\) on rank 0, "
     for tensor in (functional.all_reduce(x), functional.all_reduce(x.requires_grad_())):
@@ -518,7 +514,6 @@ DIFFERS: list[tuple[type[Exception], str, Call]] = [
 @pytest.mark.parametrize("learns", [False, True])
 @ranks()
 def test_misuse_on_one_rank_is_raised_on_all(learns: bool) -> None:
-    """Also by the ops that a graph calls, which are those of tensors with gradients."""
     for kind, text, call in DIFFERS:
         x = torch.ones(4, 4, requires_grad=learns)
         check_refused(lambda: call(x, interlace.get_rank() == 1), kind, text)  # noqa: B023
@@ -526,7 +521,7 @@ def test_misuse_on_one_rank_is_raised_on_all(learns: bool) -> None:
 
 @ranks()
 def test_errors_survive_operators() -> None:
-    """Tensor's operators take a TypeError for "not implemented"; what the op said must not be lost."""
+    """An operator of Tensor takes a TypeError for "not implemented", and must not drop the op's message."""
     x = torch.ones(2, dtype=torch.float64 if interlace.get_rank() else torch.float32)
     weight, ones = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     uses: list[Callable[[Any], Any]] = [
@@ -542,7 +537,6 @@ def test_errors_survive_operators() -> None:
 
 @ranks()
 def test_operators_are_those_of_tensors() -> None:
-    """Bit by bit, whichever side of them waits, or both."""
     x, whole_numbers = torch.tensor([3.0, -7.0, 0.3]), torch.tensor([12, 5, 3])
     names = "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
     bits = "lshift", "rshift", "and_", "or_", "xor"

@@ -103,7 +103,7 @@ def check_turns(name: str, pairs: Any, columns: Any) -> None:
 @thorough
 @ranks(4)
 def test_another_group_is_another_graph(tmp_path: Path) -> None:
-    """A graph made for one group must not be taken for another one of the same size."""
+    """A graph of one group must not serve another group of the same size."""
     check_turns("lists", ROWS, COLUMNS)
     pairs, columns = (own_group(each, interlace.new_group) for each in (ROWS, COLUMNS))
     check_turns("communicators", pairs, columns)

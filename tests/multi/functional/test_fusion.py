@@ -248,8 +248,6 @@ def test_norms_whose_statistics_a_backward_reads(
 @thorough
 @ranks(backend="interlace")
 def test_dynamic_shapes() -> None:
-    """One compilation for several lengths."""
-
     def function(x: Tensor) -> Tensor:
         hidden = torch.relu(gathered(x, 1) @ weight(8, 6))
         return scattered(hidden @ weight(6, 8), 1)
@@ -275,7 +273,6 @@ class Lines(logging.Handler):
 @thorough
 @ranks(backend="interlace")
 def test_as_a_pass_of_inductor() -> None:
-    """In Inductor's own options: the log, the results, the ops in the generated code."""
     log, handler = logging.getLogger("interlace.compile"), Lines()
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -434,7 +434,6 @@ def tiles_of_8x4(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, alpha: Tenso
 
 
 def test_explain_needs_no_ranks() -> None:
-    """And a layout of scales that no op of interlace reads is named."""
     block_ops.define()
     x, w = (quantize(numbers(128, INNER, seed), "nvfp4") for seed in (1, 2))
     scales = (swizzled(each.scales).view(128, -1).view(BYTES) for each in (x, w))

@@ -182,7 +182,7 @@ if not SCALES_BY_ROW:
 @pytest.mark.parametrize("version_2", [False, True])
 @ranks(backend="interlace")
 def test_norms_and_fp8_of_vllm(version_2: bool) -> None:
-    """``version_2``: of how torch makes ops functional that change their arguments."""
+    """``version_2`` is torch's way to make ops functional that change their arguments."""
     define_vllm()
     x = weight(4, 8, seed=dist.get_rank())
     residual, gain = weight(4, 6, seed=1), weight(6, seed=2)
@@ -206,7 +206,7 @@ def normed_by(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Te
 @thorough
 @ranks(backend="interlace")
 def test_an_eps_that_is_an_input_is_known() -> None:
-    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
+    """With ``dynamic=True`` floats of the code are inputs; another value compiles the graph again."""
     define_vllm()
     for function, more, graphs in (
         (as_native, [()], 1),

@@ -51,7 +51,6 @@ def content(nbytes: int, seed: int = 1) -> torch.Tensor:
 def test_a_message_behind_one_that_nobody_has_asked_for_is_heard(
     groups: list[Communicator], peer: int
 ) -> None:
-    """The first is larger than what is kept on its way; it is received after the second."""
     sends = [
         groups[peer].engine.send(CALL, content(size, size + 3), 0, tag)
         for tag, size in enumerate((LARGE, 5, LARGE))
@@ -100,7 +99,6 @@ def test_what_was_sent_arrives_although_its_sender_has_left(groups: list[Communi
 
 
 def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Communicator]) -> None:
-    """Rank 0 waits for rank 2, which answers a message of another thread of rank 0 only."""
     answer, asked = torch.zeros(1), torch.zeros(1)
     waiting = threading.Thread(
         target=lambda: groups[0].engine.recv(CALL, answer, 2, 1).result(LONG)
@@ -117,7 +115,7 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
 
 @ranks(3, place="threads", hosts=2)
 def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
-    """Around the sizes from which on one host alone would go another way than the other."""
+    """At these sizes one host alone would choose another algorithm than the other host."""
     for numel in (4000, 5000, 9000):
         tensor, outputs = torch.full((numel,), interlace.get_rank() + 1.0), torch.zeros(3, numel)
         interlace.all_gather_into_tensor(outputs.view(-1), tensor)
@@ -130,7 +128,6 @@ def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
 
 @ranks(2, hosts=2, gone=[0])
 def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
-    """Rank 0 begins to send, and its process ends; rank 1 receives once it is about to."""
     ends, target = tmp_path / "ends", torch.zeros(LARGE, dtype=torch.uint8)
     if interlace.get_rank() == 0:
         interlace.isend(content(LARGE, 5), 1)
@@ -240,7 +237,7 @@ def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.soc
 def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
     boxes: tuple[FarBox, socket.socket],
 ) -> None:
-    """Who sends it again from the same memory, with other contents, sends another one."""
+    """A sender that reuses the memory for other contents sends a new record."""
     box, narrow, first, second = boxes[0], Narrow([0, 0, 7, 0]), content(200, 5), content(200, 3)
     box.wire = narrow  # type: ignore[assignment]
     carrier = SimpleNamespace(
@@ -267,7 +264,7 @@ class Handler(Exception):
 
 @pytest.mark.parametrize("puts", [True, False])
 def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
-    """An exception after every line that the pipe executes, one after the other."""
+    """An exception comes after each line that the pipe executes, one after the other."""
     own, other = socket.socketpair()
     data, target = content(100_000, 7), torch.zeros(100_000, dtype=torch.uint8)
     pipe, line = FarPipe(own, puts), 0
@@ -336,7 +333,6 @@ WHOLE = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
 
 @pytest.mark.parametrize("reset", [0, 1])
 def test_one_connection_of_two_that_is_reset_is_the_end(streams: Any, reset: int) -> None:
-    """After what has come whole; a part of a record is not waited for."""
     box, others = streams
     others[0].sendall(WHOLE + WHOLE[:10])
     select.select([box.wire], [], [])

@@ -83,7 +83,6 @@ def moving_for_ever(
 def test_a_wait_for_the_rest_of_a_message_ends(
     tmp_path: Path, delay: float, op: str, end: signal.Signals, timeout: float, text: str
 ) -> None:
-    """At once if its sender is known to be dead, else at the timeout."""
     with started(moving_for_ever, 2, tmp_path, timeout, op) as (processes, ends):
         assert [heard(each) for each in ends] == ["up", "up"]
         time.sleep(delay)

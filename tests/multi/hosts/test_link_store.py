@@ -34,7 +34,6 @@ def stores(told: list[Told], ranks: list[int], name: str) -> list[LinkStore]:
 
 @pytest.mark.parametrize("size", [0, 7, 3 * PACKET_BYTES])
 def test_what_one_sets_the_others_get(size: int) -> None:
-    """Also if it has come before a rank makes its store; ranks of other groups keep nothing."""
     told = [Told() for _ in range(3)]
     [one] = stores(told[:1], [0], "alone")
     one, other = stores(told, [0, 2], "the group")

@@ -31,7 +31,7 @@ class Wires:
 def test_who_has_had_no_time_to_tell_of_a_loss_is_not_struck_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is stopped, and all give it up at the same moment; of the others rank 3 tells so last."""
+    """Rank 1 is stopped, all ranks time out at the same moment, and rank 3 reports it last."""
     now = 1000.0
     monkeypatch.setattr(rolls.time, "monotonic", lambda: now)
     wires: Any = Wires()
@@ -48,7 +48,7 @@ def test_who_has_had_no_time_to_tell_of_a_loss_is_not_struck_off(
 
 
 def test_who_never_tells_of_a_loss_is_struck_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a timeout of its own, since the others knew of the loss."""
+    """The other ranks wait one timeout after they learned of the loss."""
     now = 1000.0
     monkeypatch.setattr(rolls.time, "monotonic", lambda: now)
     wires: Any = Wires()

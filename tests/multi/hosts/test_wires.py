@@ -50,7 +50,6 @@ def pair() -> Iterator[list[Wires]]:
 
 @pytest.mark.parametrize("count", [1, 100, 20_000, 3_000_000])
 def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], count: int) -> None:
-    """Few are received with what follows them, many without; some in several calls, some in one."""
     sent = bytes(range(256)) * (6 * count // 256 + 1)
     pair[0].post(1, sent[: 6 * count])
     said = [bytearray(count) for _ in range(5)]
@@ -67,7 +66,7 @@ def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], co
 
 
 def test_data_follows_a_frame_before_anybody_answers() -> None:
-    """Also to a rank that gets no frame. Who does not want it drops it, and what follows is in order."""
+    """A rank that does not want the data drops it, and the next frames are in order."""
     hosts = HostMap(((0, 1), (2, 3)))
     wires = connected(4)
     frames = [Frames(hosts, rank) for rank in range(4)]
@@ -95,7 +94,7 @@ def test_data_follows_a_frame_before_anybody_answers() -> None:
 
 
 def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
-    """Neither has handed on all when it begins to take: each hands on what is left meanwhile."""
+    """Each side starts to receive before it has sent everything, and sends the rest meanwhile."""
     sent = [bytes([1 + rank]) * MORE for rank in range(2)]
 
     def swap(rank: int) -> bool:
@@ -124,7 +123,6 @@ def test_flush_up_to_a_point_does_not_wait_for_what_was_posted_later(pair: list[
 
 
 def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
-    """Whichever end is severed, in another thread, the error names the rank at the other."""
     asked = threading.Event()
 
     def take(rank: int) -> int:
@@ -165,7 +163,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
 
 
 def test_who_answers_proves_that_it_knows_the_secret() -> None:
-    """A rank that has been lured to another port does not send bytes there."""
+    """A rank that was led to another port sends no bytes there."""
     lured, other = Wires(1), socket.create_server(("127.0.0.1", 0))
     lured.listen("127.0.0.1")
     address: tuple[str, int] = other.getsockname()

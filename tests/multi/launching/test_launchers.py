@@ -93,7 +93,7 @@ def test_two_agents_are_one_job(folder: Path) -> None:
 
 @thorough
 def test_actors_of_ray_are_ranks(folder: Path) -> None:
-    """Of Ray where it is installed, else of a stand-in for its actors."""
+    """A stand-in for Ray's actors runs where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         shutil.copy(pages.ROOT / "tests/stand_ins/ray_stand_in.py", folder / "ray.py")
     assert lines("python on_ray.py", folder)[-1] == "[(0, [20.0, 20.0]), (1, [20.0, 20.0])]"
@@ -135,7 +135,6 @@ def test_options_of_actors_are_a_mapping() -> None:
 
 
 def test_actors_that_find_no_room_are_an_error() -> None:
-    """Of Ray where it is installed, else of the stand-in."""
     modules: dict[str, Any] = {}
     if importlib.util.find_spec("ray") is None:
         modules["ray"] = importlib.import_module("stand_ins.ray_stand_in")
@@ -169,7 +168,7 @@ def test_a_step_of_slurm_on_two_nodes() -> None:
 
 
 def test_what_a_step_says_twice_is_one_rank() -> None:
-    """srun with MPI support sets PMI's variables, too, which have no local rank."""
+    """srun with MPI support also sets the variables of PMI, which have no local rank."""
     pmi = {"PMI_RANK": STEP["SLURM_PROCID"], "PMI_SIZE": STEP["SLURM_STEP_NUM_TASKS"]}
     assert launchers.variables({**STEP, **pmi}) == launchers.variables(STEP)
     assert "LOCAL_RANK" not in launchers.variables({**STEP, **pmi, "PMI_RANK": "0"})
@@ -184,7 +183,7 @@ def test_what_a_step_says_twice_is_one_rank() -> None:
     ],
 )
 def test_who_started_this_process_last_counts(more: dict[str, str], rank: str) -> None:
-    """mpirun and torchrun inside of a step of SLURM, which starts them once for a node."""
+    """mpirun and torchrun run inside a step of SLURM, which starts them once for each node."""
     with only({**STEP, **more}):
         assert interlace.launched()
         found = {**os.environ}
@@ -241,7 +240,6 @@ def test_a_wrong_variable_is_named(
 
 @pytest.mark.parametrize("join", [interlace.launched, interlace.init, interlace.barrier])
 def test_it_is_named_before_anybody_is_waited_for(join: Any) -> None:
-    """Of these ranks there is one."""
     with only({**OF_RANK, "RANK": "4"}), pytest.raises(ValueError, match="RANK='4' in the env"):
         join()
 
@@ -253,7 +251,7 @@ def test_half_of_a_rank_is_named(given: dict[str, str], named: str) -> None:
 
 
 def test_what_fits_a_launcher_is_filled_in() -> None:
-    """Scripts for SLURM often export WORLD_SIZE, or RANK for each task, and leave the rest to it."""
+    """Scripts for SLURM often export WORLD_SIZE, or RANK for each task, and nothing else."""
     whole = launchers.variables(STEP)
     for own in ({"WORLD_SIZE": "8"}, {"RANK": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}):
         assert launchers.variables({**STEP, **own}) == whole
@@ -262,7 +260,9 @@ def test_what_fits_a_launcher_is_filled_in() -> None:
 
 
 def test_mpirun_on_hosts_of_slurm() -> None:
-    """As Open MPI 4.1 did in a batch job of SLURM 22.05: ranks of its own host are in no step."""
+    """These are the variables of Open MPI 4.1 in a batch job of SLURM 22.05: ranks of the first host have
+    no step.
+    """
     job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"}
     step |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
@@ -286,7 +286,6 @@ def test_mpirun_on_hosts_of_slurm() -> None:
     ],
 )
 def test_a_group_of_torch_knows_its_ranks(rank: int, variables: dict[str, str], named: str) -> None:
-    """A rank that torch does not look at, given by hand, and its number on the host."""
     with mock.patch.dict(os.environ, variables), pytest.raises(ValueError, match=named):
         dist.init_process_group("interlace", store=dist.HashStore(), rank=rank, world_size=2)
     assert not dist.is_initialized()
@@ -299,7 +298,6 @@ def test_a_batch_script_is_no_rank() -> None:
 
 
 def test_manifests_have_their_form() -> None:
-    """What they start is there, with options that torchrun has."""
     yaml = pytest.importorskip("yaml")
     from torch.distributed.run import get_args_parser
 
@@ -351,7 +349,6 @@ def failed_under_torchrun(folder: Path, ranks: int, script: str, *arguments: str
 
 @thorough
 def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
-    """The other one prints where it called interlace, and nothing of what is within."""
     said = failed_under_torchrun(tmp_path, 2, FAILING)
     assert "AbortedError: rank 1 aborted" in said and "no such file" in said
     assert 'fails.py", line 7, in one_op' in said
@@ -361,7 +358,7 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_another", [False, True])
 def test_who_fails_because_of_another_rank_ends_after_it(of_another: bool, tmp_path: Path) -> None:
-    """torchrun's root cause has the earliest stamp, or else is the first process that it saw end."""
+    """torchrun's root cause is the earliest timestamp, or otherwise the first process that ended."""
     said, error = tmp_path / "error.json", InterlaceError("own")
     if of_another:
         error.__cause__ = PeerDiedError(1, 77, "barrier")

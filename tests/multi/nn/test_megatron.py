@@ -135,7 +135,6 @@ def test_patched_layers_give_the_same_numbers() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_accumulation_needs_no_apex() -> None:
-    """main_grad without APEX, at once and by way of Megatron's buffers."""
     with layers_of_megatron() as module:
         block = ParallelBlock(module, True)
         expected = step(block, True)
@@ -219,7 +218,6 @@ def test_what_cannot_be_served_is_left_alone() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_a_group_of_one_rank_does_not_communicate() -> None:
-    """Each rank has one of its own."""
     with layers_of_megatron() as module:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         group = groups[dist.get_rank()]
@@ -238,7 +236,6 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
-    """With sequence parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -310,7 +307,7 @@ def test_what_excludes_each_other_is_refused(wrong: dict[str, Any], text: str) -
 
 
 def test_names_of_older_and_later_versions() -> None:
-    """The group by position: the tenth argument once, the ninth later."""
+    """Older versions pass the group as the tenth positional argument, later ones as the ninth."""
     x, w = torch.ones(2, 3), torch.ones(4, 3)
 
     def shapes() -> list[tuple[int, ...]]:

@@ -275,7 +275,6 @@ def test_gradients_in_a_simulation() -> None:
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
 @ranks()
 def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:
-    """Fewer key-value heads than ranks."""
     compare("qkv", heads(kv, 1, world_size != 3))
 
 
@@ -334,7 +333,6 @@ def test_shared_heads_refuse_what_would_leave_their_sum_out() -> None:
 @pytest.mark.filterwarnings("ignore")
 @ranks()
 def test_compiled_models_have_the_same_gradients() -> None:
-    """torch.compile goes around the layers."""
     model = nn.Sequential(block(), nn.Linear(WIDTH, 3, dtype=F64), nn.GELU())
     kept = {key: value.clone() for key, value in gradients(model).items()}
     model.zero_grad()
@@ -355,7 +353,6 @@ def test_without_gradients() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @ranks()
 def test_weight_that_is_embedding_and_head(world_size: int) -> None:
-    """Of a vocabulary that the ranks do not divide."""
     torch.manual_seed(2)
     embedding = inn.VocabParallelEmbedding(VOCABULARY, WIDTH, dtype=F64)
     torch.manual_seed(2)
@@ -376,7 +373,6 @@ def test_weight_that_is_embedding_and_head(world_size: int) -> None:
 
 @ranks()
 def test_linear_functions() -> None:
-    """Where torch runs every rank's backward by itself."""
     for sequence_parallel in (True, False):
         linear_cases.column_case(torch.float32, 3, 1, 3, True, sequence_parallel)
         linear_cases.row_case(torch.float32, 3, 1, True, sequence_parallel)

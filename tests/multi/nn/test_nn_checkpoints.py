@@ -181,7 +181,6 @@ def check_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @ranks(4, backend="interlace")
 def test_dtensors_over_some_ranks_load_over_all() -> None:
-    """From pairs of ranks, however these are named."""
     pairs = [[0, 1], [2, 3]]
     groups = [dist.new_group(each) for each in pairs]
     own = groups[dist.get_rank() // 2]
@@ -202,7 +201,6 @@ def whole(value: Any) -> torch.Tensor:
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
 @ranks(4, backend="interlace")
 def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
-    """Two steps of DDP or FSDP2 over one dimension of a mesh, the layers split over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def wrapped(seed: int) -> tuple[nn.Module, nn.Module]:
@@ -264,7 +262,6 @@ def test_dtensors_need_torch_distributed() -> None:
 )
 @ranks(place="sim")
 def test_state_that_is_not_the_optimizers(wrong: Any, said: str) -> None:
-    """On one rank, and all are told."""
     model = inn.RMSNorm(4)
     optimizer = adam(model)
     state = inn.sharded_optimizer_state_dict(model, optimizer)

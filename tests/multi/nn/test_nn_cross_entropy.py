@@ -62,7 +62,6 @@ def test_loss_and_gradient(world_size: int) -> None:
 
 @ranks()
 def test_other_dtypes_and_pieces() -> None:
-    """And rows that are taken in pieces."""
     for dtype in (F32, BF16):
         compare(dtype=dtype, label_smoothing=0.2)
     with mock.patch("interlace.nn.vocabulary.ELEMENTS_AT_ONCE", 40):
@@ -86,7 +85,7 @@ def test_no_tokens_that_count() -> None:
 
 @ranks()
 def test_large_logits() -> None:
-    """exp() of them would overflow in fp32."""
+    """exp() of these logits overflows in fp32."""
     logits = torch.full((1, 2), 500.0 if interlace.get_rank() else -500.0)
     for target, expected in ((2, math.log(2)), (0, 1000 + math.log(2))):
         loss = inn.vocab_parallel_cross_entropy(logits, torch.tensor([target]))

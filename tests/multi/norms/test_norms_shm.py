@@ -14,7 +14,7 @@ from tiers import few
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
 @pytest.mark.parametrize("quantize", few([None, "fp8"], "fp8"))
 def test_every_op(algorithm: str, quantize: str | None) -> None:
-    """5 rows, which no two ranks share evenly, gathered where an op scatters; "fused" is the kernel."""
+    """5 rows cannot be shared evenly by any two ranks. "fused" is the kernel."""
     how: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": quantize}
     for op in OPS:
         case = Case(op, algorithm, 2, (5,), 24, 8, gather="scatter" in op, **how)

@@ -52,7 +52,6 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATS)
 @ranks(2)
 def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
-    """The usual ones, or of large tensors the same on both ranks, whatever the mode of rank 1 is."""
     rank = interlace.get_rank()
     # a complex product depends on where in the range its factors are
     ops = ["sum", "avg", *([] if dtype.is_complex else ["product", "min", "max"])]

@@ -25,7 +25,6 @@ def operands(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tens
 @pytest.mark.parametrize("algorithm", ["auto", "fused", "pipelined", "unfused"])
 @ranks(3)
 def test_fused_ops(algorithm: Any) -> None:
-    """Shards, rows and inner lengths that differ between ranks; asynchronous ops are under way at once."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     for dtype, async_op in ((torch.float32, False), (torch.bfloat16, True)):
         inputs = [operands(each, world_size, dtype) for each in range(world_size)]
@@ -85,7 +84,7 @@ def _started(call: Callable[..., Any]) -> Callable[[], Any]:
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks(2)
 def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str) -> None:
-    """Only rank 0 gathers. Of processes the calls are queued, and so begin before that is known."""
+    """Calls of processes are queued, so they begin before the cause is known."""
     x, said, rank = torch.ones(2), [], interlace.get_rank()
     first: list[Callable[..., Any]] = [lambda **how: interlace.all_reduce(x, **how)]
     if rank == 0:

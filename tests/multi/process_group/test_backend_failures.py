@@ -94,7 +94,6 @@ assert not any(os.waitpid(child, 0)[1] for child in children)
 
 @ranks(2, backend="interlace")
 def test_a_backward_whose_peer_has_left_raises() -> None:
-    """The reducer of DistributedDataParallel is C++."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     if dist.get_rank() == 0:
@@ -104,7 +103,6 @@ def test_a_backward_whose_peer_has_left_raises() -> None:
 
 @ranks(2, backend="interlace")
 def test_an_op_that_fails_under_a_mode_raises() -> None:
-    """Its Work says so."""
     if dist.get_rank() == 0:
         with Recorder():
             work = dist.all_reduce(own(), async_op=True)
@@ -159,7 +157,6 @@ def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool
 @pytest.mark.parametrize("pending", ["", "op", "message"])
 @ranks(2)
 def test_dropped_groups_leave_no_descriptors_and_no_threads(pending: str) -> None:
-    """Nor do those of which an op is pending: the other rank has dropped the group, and so left it."""
     assert dropped_groups(10, pending)
 
 
@@ -178,7 +175,7 @@ def test_a_process_of_many_groups_says_once_why_it_ends(tmp_path: Path) -> None:
 
 
 def test_what_is_under_way_ends_before_its_process_does(tmp_path: Path) -> None:
-    """A callback's thread once came back from torch when Python was gone, and aborted the process."""
+    """A callback's thread once returned from torch after Python had ended, and aborted the process."""
     command = [sys.executable, "-c", UNDER_WAY, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -105,7 +105,7 @@ def test_every_method_has_the_timeout_of_its_options(name: str, asynchronous: bo
 
 
 def test_every_method_with_options_is_in_that_table() -> None:
-    """But for torch's older names, and a newer one, of the same methods."""
+    """Torch's older and newer names of the same methods do not count."""
     with_options = {
         name
         for name, method in vars(Collectives).items()

@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 @thorough
 def test_torchrun_restarts_all_ranks_after_a_death(tmp_path: Path) -> None:
-    """Also one that has gone on alone meanwhile. The store has keys of the first generation."""
+    """One rank has continued alone meanwhile, and the store has keys of the first generation."""
     script = tmp_path / "elastic.py"
     script.write_text(SCRIPT)
     command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 --monitor-interval=0.1"

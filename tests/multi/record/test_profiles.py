@@ -33,7 +33,7 @@ def names_in(profile: torch.profiler.profile) -> list[str]:
 @pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
 @ranks(2)
 def test_a_profile_names_every_kind_of_op(place: str) -> None:
-    """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
+    """torch records only one profile per process at a time, so in ``sim`` one rank records."""
     group = interlace.new_group()
     if place == "sim" and group.rank:
         every_kind_of_op(group)
@@ -104,7 +104,7 @@ def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
 
 @ranks(1, place="sim")
 def test_nvtx_has_the_same_ranges() -> None:
-    """torch writes what profiles have; that it turns ours on is all there is to try without a GPU."""
+    """Without a GPU the test can only see that torch's switch turns the ranges on."""
     stand_ins = {
         "_enable_profiler": mock.Mock(),
         "_disable_profiler": mock.Mock(),
@@ -140,7 +140,6 @@ def gathered(fail: bool) -> float:
 
 @pytest.mark.parametrize("place", ["sim", "shm"])
 def test_a_program_of_ones_own_is_traced(place: Any, tmp_path: Path) -> None:
-    """Every run of it; with the same results as without, which is nowhere else written."""
     with interlace.trace(tmp_path / "t.json"):
         assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
         assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
@@ -183,7 +182,6 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
 
 
 def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path) -> None:
-    """And so do runs of other threads, and a change of the folder."""
     (tmp_path / "inner").mkdir()
     with chdir(tmp_path), interlace.trace("outer.json"):
         os.chdir("inner")

@@ -85,7 +85,6 @@ def own_record() -> RankRecord:
 
 @ranks(2)
 def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    """Ops of one kind, more than are kept, then of others."""
     vector = torch.ones(4)
     for _ in range(300):
         interlace.all_reduce(vector)  # the call site
@@ -119,7 +118,6 @@ def test_the_last_ops_are_kept_with_their_call_sites() -> None:
 
 @ranks(2)
 def test_messages_between_two_ranks_are_kept() -> None:
-    """What is recorded before a message has come, and afterwards."""
     vector = torch.ones(4)
     if interlace.get_rank() == 0:
         interlace.barrier()
@@ -142,7 +140,6 @@ def test_messages_between_two_ranks_are_kept() -> None:
 
 @ranks(3, gone=[1])
 def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
-    """It is killed after 300 ops; the others call one more."""
     os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
     for _ in range(300):
@@ -173,10 +170,7 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
 
 @ranks(3, gone=[1])
 def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
-    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed.
-
-    No other rank is in all of them, and those who blame it write that file at one time.
-    """
+    """The groups have no common survivor, and the ranks that blame rank 1 write its file at one time."""
     os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
     made = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
@@ -219,7 +213,6 @@ def names_of(folder: Path, count: int) -> list[str]:
 
 @ranks(3)
 def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
-    """Rank 1 calls another op than the others."""
     vector, rank = torch.ones(4), interlace.get_rank()
     interlace.all_reduce(vector)
     with (
@@ -380,7 +373,6 @@ def called(record: RankRecord) -> list[PastOp]:
 
 @ranks(3, place="threads", hosts=2)
 def test_messages_between_hosts_are_kept() -> None:
-    """As those within a host are, and once; ops of all ranks have the same numbers beside them."""
     rank, vector = interlace.get_rank(), torch.ones(4)
     if rank:
         work = interlace.irecv(vector, 0, tag=rank)
@@ -415,7 +407,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @ranks(3, place="threads", hosts=2)
 def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
-    """Not in the steps that they take within each host; the files of all hosts belong together."""
     rank, place = interlace.get_rank(), default_group().place
     group = Communicator(place, (10, 11, 12))
     for _ in range(3):
@@ -439,7 +430,6 @@ def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
 
 
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
-    """Their groups have one name; what is no record lies beside them, some of it with such a name."""
     for job in ("1", "2"):
         (tmp_path / f"{job}_rank_0").write_bytes(recorder.foot([a_record()]))
     (tmp_path / "notes.txt").write_text("no record")

@@ -57,7 +57,6 @@ def all_meet(ends: list[Rendezvous]) -> bool:
 
 
 def test_connections_of_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come before any peer, and say nothing."""
     store, held, meet_peers = HashStore(), [], Rendezvous.meet_peers
 
     def met(ends: Rendezvous, step: Any) -> None:
@@ -120,7 +119,7 @@ except ConnectionResetError:
 
 
 def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rendezvous]) -> None:
-    """It says what rank 1 would, first."""
+    """The stranger sends the same data as rank 1, and is first."""
     label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
     command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
     stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
@@ -178,7 +177,6 @@ def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
 @pytest.mark.parametrize("key", ["hosts", "host/nonce"])
 @pytest.mark.parametrize("garbage", ["what", "00", "6e6f2063617264"])
 def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
-    """Whoever can write there has replaced what rank 1 wrote; the error says where."""
     prefix = "interlace/garbage/0"
 
     class Replacing(HashStore):
@@ -201,7 +199,6 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
 
 
 def test_connection_of_another_generation_is_let_go() -> None:
-    """Rank 1 of a group that crashed knows the new socket of rank 0, and connects first."""
     before = len(os.listdir("/proc/self/fd"))
     new, old, right = (Rendezvous(r, 2, n) for r, n in ((0, NONCE), (1, bytes(16)), (1, NONCE)))
     old.addresses = {0: new.address}
@@ -253,9 +250,8 @@ connect_place(store, 1, int(sys.argv[3]), timeout=3600, name="cards")
 
 @pytest.mark.parametrize("come", ["all", "some"])
 def test_rank_that_is_killed_after_its_card_is_named_at_once(come: str) -> None:
-    """It has said its process, and no address yet; by then all have come, or rank 3 has not.
-
-    Then only rank 0 believes that the process is of this run, and tells the others.
+    """The rank has published its process but no address. If rank 3 has not joined, only rank 0 can
+    identify the process.
     """
     size = 3 if come == "all" else 4
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -312,7 +308,7 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_reason_is_that_of_the_process_whatever_its_rank_elsewhere() -> None:
-    """An error may count the ranks of a larger group; once another rank's reason was told instead."""
+    """The numbers of ranks in a larger group differ; the error once had another rank's reason."""
     death, said = PeerDiedError(1, 77, "joining"), []
     meeting: Any = SimpleNamespace(
         told={0: "of rank 0", 1: "of rank 1"}.__getitem__, tell=said.append
@@ -344,7 +340,6 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
 
 
 def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while another rank, which is slower, still takes away what it has left there."""
     forget, ended = rendezvous.forget, threading.Event()
 
     def slowly(store: Any, rank: int, key: str, nonce: str) -> None:

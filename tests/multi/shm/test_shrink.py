@@ -115,14 +115,12 @@ def test_ranks_go_on_without_those_that_were_killed(world_size: int, tmp_path: P
     ),
 )
 def test_ranks_of_hosts_go_on(world_size: int, hosts: int, seed: int, tmp_path: Path) -> None:
-    """Also without rank 0, which serves the store, and without all ranks of a host."""
     assert to_the_last(world_size, tmp_path, seed, hosts) == world_size - 1
 
 
 @pytest.mark.parametrize(("hosts", "message"), [(1, False), (1, True), (2, False)])
 @ranks(4, gone=[1])
 def test_a_rank_that_starts_another_program_is_named(hosts: int, message: bool) -> None:
-    """Its process does not end; what it was is gone all the same, and the others go on."""
     pids: list[Any] = [None] * 4
     interlace.all_gather_object(pids, os.getpid())
     interlace.barrier()
@@ -165,7 +163,6 @@ def end_at(when: str, hosts: int) -> None:
 @pytest.mark.parametrize(("hosts", "when"), [(hosts, when) for hosts in (1, 2) for when in MOMENTS])
 @ranks(4, gone=[1, 2])
 def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
-    """Rank 1 leaves by its end; rank 2 ends at the point ``when``."""
     rank = interlace.get_rank()
     if rank == 1:
         os._exit(1)
@@ -211,7 +208,9 @@ def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, time
 def test_who_is_stopped_is_left_out_after_the_timeout(
     hosts: int, gone: list[int], place: str, tmp_path: Path
 ) -> None:
-    """All ranks of a host, too: so looks one that was switched off. When they wake it is too late."""
+    """A host with all of its ranks stopped looks like a host without power. When the ranks wake it is too
+    late.
+    """
     seconds = 5.0  # the others come to each op, and to shrink, in thousandths of that
     left = [rank for rank in range(4) if rank not in gone]
     with started(stopped, 4, tmp_path, hosts, seconds) as (processes, ends):
@@ -231,7 +230,6 @@ def test_who_is_stopped_is_left_out_after_the_timeout(
 
 @ranks(4, hosts=2, gone=[3])
 def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
-    """Of one whose rank 3 has died: works, workspaces, groups."""
     rank, old = interlace.get_rank(), groups.default_group()
     near: Any = [interlace.new_group([0, 1]), interlace.new_group([2, 3])][rank // 2]
     square = torch.ones(64, 64)
@@ -290,7 +288,7 @@ def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
 
 @ranks(4, hosts=2)
 def test_nothing_is_left_of_groups_of_two_hosts() -> None:
-    """Which reference counts do; the collector of cycles may be late."""
+    """Reference counts must free them, because the collector of cycles may run late."""
     again_and_again(4)
     gc.collect()
     gc.disable()
@@ -310,7 +308,6 @@ def test_nothing_is_left_of_a_thousand_groups() -> None:
 
 @ranks(2)
 def test_a_group_is_over_when_it_was_shrunk() -> None:
-    """Its work and its symmetric memory, too."""
     rank, x, old = interlace.get_rank(), torch.ones(4), interlace.new_group()
     memory = interlace.symmetric_memory.empty(4)
     handle = interlace.symmetric_memory.rendezvous(memory, old)
@@ -340,7 +337,6 @@ class OfOthers(Patience):
 
 @ranks(3)
 def test_who_does_not_come_is_named() -> None:
-    """By those who mean to go on with rank 0, which does not come; it is too late then."""
     group = interlace.new_group()
     if interlace.get_rank():
         with (
@@ -354,7 +350,6 @@ def test_who_does_not_come_is_named() -> None:
 @on_hosts
 @ranks(2)
 def test_ranks_that_mean_different_groups_hear_so(hosts: int) -> None:
-    """In different orders, then with all; nobody is said to have died, and then they may agree."""
     rank = interlace.get_rank()
     meant = [[0, 1], [1, 0]][rank]
     said = f", ranks {meant} in this order: ranks [{1 - rank}] name others"
@@ -404,7 +399,9 @@ def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, host
 
 @on_hosts
 def test_torchs_own_groups(hosts: int, tmp_path: Path) -> None:
-    """Of the default group comes the next one, of another one with the same global ranks."""
+    """A shrunk default group is replaced by the new one; another group is replaced by one with the same
+    global ranks.
+    """
     port = free_port()
     with started(of_torch, 4, tmp_path, port, hosts) as (processes, ends):
         for rank in (1, 2, 3):

@@ -196,7 +196,6 @@ def test_scaled_as_torch(world_size: int) -> None:
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks(4)
 def test_collectives(backend: str) -> None:
-    """Every other op, in a group of all ranks but the first too."""
     ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
     group: Any = dist.group.WORLD
     rank, size, name = dist.get_rank(), dist.get_world_size(), group.group_name
@@ -263,7 +262,7 @@ class GatherLinear(torch.autograd.Function):
 
 @ranks(2, backend="interlace")
 def test_layer_with_gradients() -> None:
-    """Calls by group name from an autograd function, as torchtitan makes them."""
+    """An autograd function calls the ops by the group's name, as torchtitan does."""
     group: Any = dist.group.WORLD
     x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
     GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
@@ -305,7 +304,7 @@ def inductors_pass() -> Iterator[list[str]]:
 @thorough
 @ranks(2, backend="interlace")
 def test_inductors_own_pass() -> None:
-    """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which run here."""
+    """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which call interlace here."""
     group: Any = dist.group.WORLD
     with inductors_pass() as calls:
         with warnings.catch_warnings():
@@ -424,7 +423,7 @@ def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, 
 
 @ranks(2, backend="interlace")
 def test_graphs_of_inductors_own_pass() -> None:
-    """The patterns of torch's own tests of ``micro_pipeline_tp_pass``: their ops run here, as unfused."""
+    """These are the patterns of torch's own tests of ``micro_pipeline_tp_pass``."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
@@ -460,7 +459,6 @@ def waited(results: Any) -> list[Any]:
 @thorough
 @pytest.mark.parametrize("first", ["interlace", "torch.distributed._symmetric_memory"])
 def test_order_of_imports(first: str) -> None:
-    """Kernels are there whether torch has defined its ops before or after; its others stay."""
     second = {"interlace": "torch.distributed._symmetric_memory"}.get(first, "interlace")
     program = f"""
 import torch, sys, warnings

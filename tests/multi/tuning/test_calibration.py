@@ -73,7 +73,7 @@ WHERE_FILES_DIFFER = [((SLOW, FAST), "pipelined"), ((None, SLOW), "")]
 def test_slow_links_are_worth_hiding_and_rank_0_counts(
     tmp_path: pathlib.Path, latencies: tuple[float | None, ...], expected: str
 ) -> None:
-    """The same call, 16 KiB received: its algorithm is what the file of rank 0 says of the links."""
+    """The algorithm of the call follows the links in the file of rank 0."""
     rank = interlace.get_rank()
     with reading_calibration(tmp_path, latencies[rank]) as said:
         choice = chosen()
@@ -95,7 +95,7 @@ def test_slow_links_are_worth_hiding_and_rank_0_counts(
 
 @ranks(2)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control: each rank goes by its own file."""
+    """This is the negative control: each rank uses its own file."""
     rank, group = interlace.get_rank(), default_group()
     with reading_calibration(tmp_path, (SLOW, FAST)[rank]):
         own = tuning.own_gather(group.place)
@@ -164,7 +164,6 @@ def test_what_stays_noise_is_refused_after_tries_and_time(tries: int, patience: 
 
 @thorough
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
-    """Its processes are the ranks."""
     file = tmp_path / "calibration.json"
     printed = under_torchrun(
         "torchrun --nproc-per-node 2 -m interlace calibrate --backend gloo",

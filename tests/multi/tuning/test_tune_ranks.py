@@ -80,7 +80,7 @@ def test_rank_0_counts_and_the_op_is_right(tmp_path: pathlib.Path, caches: list[
 
 @ranks(WORLD)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control: ranks do not exchange what they have."""
+    """This is the negative control: ranks do not exchange their tables."""
     rank, group = interlace.get_rank(), default_group()
     with reading_cache(tmp_path, [("pipelined", 2), ("unfused", 4), None][rank]):
         tuning._groups[group] = tuning._Agreed(None, tuning.own_rows(group.place), asks=False)

@@ -72,7 +72,7 @@ def small_blocks(switch: bool) -> Iterator[None]:
 def test_all_gather(
     switch: bool, world: int, dtype: torch.dtype, lengths: list[int], in_place: bool
 ) -> None:
-    """Shards of any lengths, of which the last vectors are not whole."""
+    """The last vectors of these shards are not whole."""
 
     def on_rank() -> None:
         rank = interlace.get_rank()
@@ -145,7 +145,7 @@ def test_unaligned_memory_is_copied() -> None:
 
 @SWITCH
 def test_copiers_of_the_fused_gather(switch: bool) -> None:
-    """Rows of 32 bytes: 16-byte vectors."""
+    """Rows of 32 bytes allow vectors of 16 bytes."""
     shards = [payload(rank, 1, (20, 8)) for rank in range(3)]
 
     def on_rank() -> None:

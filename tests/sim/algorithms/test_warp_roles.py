@@ -363,7 +363,7 @@ UNWAITED = replace(
 
 @pytest.mark.parametrize("mutant", [ALONE, UNWAITED], ids=lambda mutant: mutant.name)
 def test_sums_may_be_a_kernel_of_their_own(mutant: Mutant, tmp_path: pathlib.Path) -> None:
-    """Behind the reference without its sums, in place of the kernel that simulated ranks cannot run."""
+    """The sums follow the reference kernel, because simulated ranks cannot run the specialized kernel."""
 
     def on_rank() -> None:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()

@@ -62,7 +62,9 @@ def classes_of(module: Any, model: Any) -> set[str]:
 
 
 def test_objects_of_torch() -> None:
-    """Who has a class that is named as torch's takes torch's objects; topologies: tensor/test_costs.py."""
+    """A class with the name of a torch class accepts torch's objects; topologies are in
+    tensor/test_costs.py.
+    """
     assert classes_of(interlace, dist) == {"P2POp", "ReduceOp", "Work"}  # no function takes a Work
     assert classes_of(interlace.tensor, mesh_utils) == {"MeshTopoInfo"}
     dist.init_process_group("interlace", store=dist.HashStore(), rank=0, world_size=1)
@@ -126,7 +128,6 @@ def test_premul_sum_has_a_factor_of_each_kind() -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks(2, place="sim")
 def test_a_strided_output_leaves_the_gaps_alone(async_op: bool) -> None:
-    """And that of an op that reduces; other ops are moved so in test_api_operations.py."""
     rank, whole = interlace.get_rank(), torch.full((4, 6), -1.0)
     own = torch.arange(6.0).view(2, 3)
     calls: list[tuple[Callable[[torch.Tensor], Any], list[list[float]]]] = [
@@ -180,7 +181,6 @@ def test_parts_along_another_dim() -> None:
 
 @ranks(2, place="sim")
 def test_outputs_that_require_gradients() -> None:
-    """As in torch: written in place, nothing recorded, no error."""
     x = torch.ones(2, requires_grad=True)
     interlace.all_reduce(x)
     interlace.broadcast(x, 0)
@@ -315,7 +315,6 @@ def test_work_has_torch_s_surface() -> None:
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks(3)
 def test_objects(place: str) -> None:
-    """Small ones, ones that need tensors, and both at once."""
     rank, world = numbers()
 
     def thing(of: int, size: int) -> Any:

@@ -108,7 +108,6 @@ def test_misuse(call: Callable[[], Any], kind: type[Exception], text: str) -> No
 
 
 def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
-    """Nothing has been written, and the next op is not taken for the refused one."""
     calls: list[Callable[[bool], Any]] = [
         lambda bad: interlace.all_reduce("no" if bad else ONE.clone()),
         lambda bad: interlace.broadcast(ONE.clone(), 9 if bad else 0),
@@ -155,7 +154,7 @@ def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 @ranks(2, place="sim")
 def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool) -> None:
-    """They would signal other blocks than their peers wait for."""
+    """Such ranks would signal other blocks than their peers wait for."""
     rank = interlace.get_rank()
     values = {} if alone and rank else {"block_elements": 16 << rank, "block_m": 16 << rank}
     said = r"configuration differs between ranks: .*\('block_elements', 16\).* on rank 0"
@@ -167,7 +166,6 @@ def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool)
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 2, 2), (0,)])
 def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
-    """torch takes one element only; a longer factor has to fit."""
     with pytest.raises(ValueError, match=r"factor of premul_sum has shape .* tensor has \(2,\)"):
         words.check_factor(torch.ones(shape), "tensor", ONE)
     words.check_factor(torch.ones(1, 1), "tensor", ONE)
@@ -176,7 +174,7 @@ def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
 
 @ranks(2, place="sim")
 def test_nothing_is_written_before_everything_was_compared() -> None:
-    """The second of two tensors does not fit: the first is as it was, on every rank."""
+    """The second of two tensors does not fit, and the first is unchanged on every rank."""
     rank = interlace.get_rank()
     bad = torch.zeros(1 + rank)
     calls: list[Callable[[torch.Tensor], Any]] = [

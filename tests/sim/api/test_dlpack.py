@@ -181,7 +181,7 @@ class OfGpu(Array):
 @pytest.mark.parametrize("order", [np.s_[::-1], np.s_[:, ::-1], np.s_[::-2, ::-1]])
 @ranks(2, place="sim")
 def test_negative_strides_are_refused(order: Any, kind: str) -> None:
-    """torch ends the process at such an array, so this ends in an error or not at all."""
+    """torch ends the process at such an array."""
     backwards: Any = numbers(4, 2)[order]
     if kind == "gpu":
         holder = OfGpu(0)

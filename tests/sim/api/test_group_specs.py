@@ -92,7 +92,6 @@ def test_binding() -> None:
 
 
 def test_a_name_stands_for_one_group_in_its_run_only() -> None:
-    """What one run has bound is nothing to the next."""
     spec = interlace.GroupSpec("of one run", 2)
 
     def body(binding: bool) -> str:

@@ -315,7 +315,7 @@ def test_a_monitored_barrier_of_less_than_no_time() -> None:
 
 
 def test_timeouts_do_nothing_where_is_no_clock() -> None:
-    """The rank that is waited for comes after any number of steps; one that never comes is a deadlock."""
+    """A rank may come after any number of steps; if it never comes, the error is a deadlock."""
 
     def on_rank(come: bool) -> None:
         with interlace.timeout(1e-9):

@@ -57,7 +57,6 @@ def test_who_serves_which_device() -> None:
 
 
 def test_the_ops_are_named_as_others_of_torch() -> None:
-    """In code that Inductor writes."""
     op, other = getattr(torch.ops.symm_mem, TAKEN_OVER[0]), torch.ops.aten.mm
     for one, like in ((op, other), (op.default, other.default)):
         assert one.__module__ == like.__module__.replace("aten", "symm_mem")

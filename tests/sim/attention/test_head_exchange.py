@@ -52,7 +52,7 @@ def test_a_wrong_result_is_beyond_the_bound() -> None:
 
 
 def test_schedules_have_the_same_bits() -> None:
-    """Sums are in the order of the ranks, not in that of their arrival."""
+    """Sums are in the order of ranks, not in the order of arrival."""
     first = interlace.run(exchanged, 3, EVEN, "fused", seed=0)
     with starved(slow_rank(1)):
         again = [interlace.run(exchanged, 3, EVEN, "fused", seed=1)]
@@ -75,7 +75,6 @@ def _plain(
 
 @pytest.mark.parametrize("name", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_gradients_of_gradients(name: str) -> None:
-    """Numbers by autograd of the plain formula."""
     shapes = ((4, 6), (6, 4)) if name == "matmul_all_to_all" else ((8, 3), (6, 5))
 
     def on_rank() -> list[torch.Tensor]:
@@ -182,7 +181,9 @@ def test_the_layer_tells_all_ranks_what_one_gave(changes: dict[str, Any], text: 
 @pytest.mark.parametrize("key_heads", [3, 2])
 @ranks(3, place="sim")
 def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
-    """Each gives its own, and the sum is right; also where heads are not exchanged in matmuls."""
+    """Each rank passes its own length, and the sum is correct. The check is also made without an exchange
+    of heads.
+    """
     layer: Any = nn.UlyssesAttention(8, 2 * key_heads, key_heads, 4)
     lengths = [3, 2, 4] if interlace.get_rank() == 0 else [3, 3, 3]
     text = r"lengths differs between ranks: \(3, 2, 4\) on rank 0, \(3, 3, 3\) on rank 1"

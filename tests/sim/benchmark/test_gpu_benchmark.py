@@ -196,7 +196,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
 
 
 def test_torchs_algorithms_do_not_stop_the_host() -> None:
-    """What stops it between steps would be timed, and be to our favour."""
+    """A stop of the host between steps would be timed in favour of interlace."""
     pipelined = module("gpu_parts.torch_pipelined")
 
     class Counting(FakeGpu):

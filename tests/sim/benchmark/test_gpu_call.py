@@ -71,7 +71,7 @@ def test_every_step_of_the_third_call_runs(tmp_path: pathlib.Path) -> None:
 
 
 def test_limits_leave_time_for_the_starts_of_the_machine() -> None:
-    """Two calls of at most 330 s and a shorter one; a step that is stopped takes 5 s more."""
+    """There are two calls of at most 330 s and a shorter one; a step that is stopped takes 5 s more."""
     limits = [int(each) for each in re.findall(r"\bseconds=(\d+)", SCRIPT.read_text())]
     assert len(limits) == 2 and limits[0] + 8 <= 330 and limits[1] + 8 <= 180
 
@@ -109,7 +109,6 @@ def test_what_explains_a_failure_comes_before_speed(tmp_path: pathlib.Path) -> N
 def test_what_failed_runs_again_one_cause_after_the_other(
     tmp_path: pathlib.Path, failing: str
 ) -> None:
-    """Whichever step of calls 1 and 2 it was, as it was; and results may have been taken away."""
     python = program(tmp_path, f'case "$*" in *"{failing}"*) exit 1;; esac')
     failed = []
     for call in "12":
@@ -186,7 +185,6 @@ def test_what_has_no_time_is_left_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_kernel_that_the_cache_has_not_is_seen(tmp_path: pathlib.Path) -> None:
-    """And none where all that a step needs was packed."""
     whole = tmp_path / "packed" / "key"
     whole.mkdir(parents=True)
     (whole / "all_gather_kernel.cubin").touch()

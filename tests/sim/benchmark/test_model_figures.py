@@ -32,7 +32,7 @@ def test_every_parameter_has_a_source() -> None:
 
 
 def test_fitted_parameters_are_fitted() -> None:
-    """Hardly any other value of the parameter is better."""
+    """Other values of the parameter are hardly better."""
     fits = module("model.fit").FITS
     for fit in fits:
         machines = module("model.simulation.machines").MACHINES

@@ -147,7 +147,7 @@ def test_survives_when_everything_is_broken() -> None:
 
 
 def test_optional_packages_are_not_imported() -> None:
-    """A broken cupy must not take the doctor down, so it only asks for its version."""
+    """An import of a broken cupy would end the doctor, so it reads the version only."""
     optional = {"cupy", "nvshmem", "matplotlib"}
     before = optional & set(sys.modules)  # other tests may draw
     collect()

@@ -53,7 +53,6 @@ def test_verify_finds_nothing_in_it(
 
 
 def test_a_fault_in_it_is_found(kernel: pathlib.Path) -> None:
-    """The launch that ends before its data has been read."""
     text, wait = kernel.read_text(), "        wait_flag(flag_pointer(pads, rank, world_size, CREDIT"
     (line,) = (each for each in text.splitlines(keepends=True) if each.startswith(wait))
     broken = kernel.with_name("broken.py")

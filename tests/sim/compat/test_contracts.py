@@ -301,7 +301,7 @@ def test_what_is_older_or_odd_is_named(versions: dict[str, str], said: str) -> N
 
 @pytest.mark.parametrize("locked", [None, 0, 1])
 def test_a_python_without_a_lock_is_named(locked: int | None) -> None:
-    """A free-threaded build has the version of the other, with which everything was tried."""
+    """A free-threaded build has the same version number as the tested build."""
     build = (
         (releases, "installed", releases.installed.__wrapped__),
         (platform, "python_version", lambda: "3.14.2"),

@@ -11,7 +11,7 @@ from stand_ins.replaced import replaced
 
 
 def test_the_host_does_not_wait_for_an_op_of_torch() -> None:
-    """Its shape is known by meta tensors, which torch's own code in Python takes, so a stream runs it."""
+    """Meta tensors give the shape, so the op runs on a stream."""
     found, stock = [], user_code._allocated
 
     def allocated(func: Any, args: Any, kwargs: Any) -> Any:

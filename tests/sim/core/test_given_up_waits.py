@@ -154,13 +154,13 @@ def test_without_credit_nothing_is_stored(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_with_credit_it_is_stored(op: str) -> None:
-    """Rank 0 gives up here too, but only on the data of rank 1, which does not run."""
+    """Rank 0 times out here too, but only on the data of rank 1, which does not run."""
     assert run_again(op, credit=1) == (True, True)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter_norm", "reduce_norm"])
 def test_rows_without_a_contribution_are_not_sent(op: str, tmp_path: pathlib.Path) -> None:
-    """That rank 1's tiles have come is how rank 0 knows that it has read what was there before."""
+    """The arrival of rank 1's tiles is rank 0's proof that rank 1 has read the earlier data."""
     assert run_again(op, credit=1, gathered=True) == (False, True)
     edit = Edit("free = missing == 0", "free = missing >= 0")
     with mutated(Mutant(f"sends {op}", "kernels/matmul/row_norms.py", (edit,)), tmp_path):
@@ -169,7 +169,7 @@ def test_rows_without_a_contribution_are_not_sent(op: str, tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize("op", OPS)
 def test_in_a_void_channel_nothing_is_stored(op: str) -> None:
-    """What an earlier kernel or a stream's wait gave up holds back the kernels behind it, too."""
+    """A wait of an earlier kernel or stream timed out."""
     assert run_again(op, credit=1, void=True) == (False, False)
 
 
@@ -247,7 +247,7 @@ def polls_for_credit(credit: int, *, void: bool = False) -> int:
 
 
 def test_a_stream_stays_with_a_credit_that_it_gave_up(tmp_path: pathlib.Path) -> None:
-    """Copies behind it cannot look: until the peer has told that it is through, or for a while."""
+    """Copies cannot check the channel, so the stream waits for the peer, or for a fixed time."""
     given, told, neither = (polls_for_credit(credit) for credit in (6, -6, 5))
     assert given < 20 < told < neither - 90
     # void before it begins, it still knows who has finished
@@ -268,6 +268,5 @@ def test_a_kernel_that_goes_on_is_seen(file: str, credit: str, tmp_path: pathlib
 
 
 def test_the_names_of_arguments_are_not_made_up() -> None:
-    """The kernels that ran are those of the ops."""
     for op in OPS:
         assert seen(op).launch.name == f"{op}_kernel"

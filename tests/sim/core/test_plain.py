@@ -252,7 +252,7 @@ def test_garbage_is_refused(kind: str, examples: int) -> None:
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_100000_damaged_ones_are_refused(kind: str) -> None:
-    """Twenty by one seed: hypothesis takes longer to draw one than all decoders to refuse it."""
+    """Each seed gives twenty: hypothesis needs longer to draw one than all decoders to refuse it."""
     decoders, valid = KINDS[kind]
 
     @settings(max_examples=5000, deadline=None)
@@ -267,7 +267,7 @@ def test_100000_damaged_ones_are_refused(kind: str) -> None:
 
 
 def test_who_takes_more_memory_is_found() -> None:
-    """The control of the limit, also where the reader makes another error of it."""
+    """This is the negative control of the limit, also for a reader that reports another error."""
 
     def greedy(data: bytes) -> None:
         try:
@@ -280,7 +280,6 @@ def test_who_takes_more_memory_is_found() -> None:
 
 
 def test_a_pickle_would_have_run() -> None:
-    """The control: this is code."""
     pickle.loads(pickle.dumps(Evil()))
     assert evil_has_run()
 
@@ -298,7 +297,7 @@ def test_a_signed_value_is_of_its_key_and_its_secret() -> None:
 
 
 def test_who_unpickles() -> None:
-    """A process and the children that it made itself; collectives of objects; nobody else."""
+    """Only a process that started its children itself, and collectives of objects, unpickle."""
     root = pathlib.Path(__file__).parents[3]
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")

@@ -101,7 +101,7 @@ def _by_length(values: Any) -> str:
     seed=3,
 )
 def test_they_compute_there() -> None:
-    """Both communicators on the fake GPU; whatever has 8 elements counts as being on it."""
+    """On the fake GPU each tensor of 8 elements counts as a tensor of the device."""
     whole, rank = default_group(), interlace.get_rank()
     second = Communicator(whole.place.subgroup((0, 1), 1), whole.ranks)
     both = SimpleNamespace(device_communicator=second)

@@ -61,7 +61,7 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_alarm_has_a_stream_of_its_own() -> None:
-    """Not one of torch's pool, which soon is some group's copy stream; and one for all groups."""
+    """All groups share it, and it is not from torch's pool, whose streams groups use for copies."""
     made: list[int] = []
     library = SimpleNamespace(new_stream=lambda priority: made.append(priority) or 77)
     context = SimpleNamespace(synchronize=lambda: None)

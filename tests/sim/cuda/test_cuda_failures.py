@@ -81,7 +81,7 @@ GAVE_UP = pytest.raises(CollectiveTimeoutError, match="timed out waiting for ran
 
 @gpu_ranks(2, raises=GAVE_UP, eager=0.0)
 def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
-    """Also where the alarm would stand behind the wait, in the one hardware queue that there is."""
+    """With one hardware queue the alarm would be after the wait that it must end."""
     warm_up()
     place = own_place()
     if place.rank == 1:
@@ -99,7 +99,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["fast polls", "slow polls"])
 def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
-    """Between the factors of docs/how-to/gpu/first-run.md times its estimate of a poll; here 100 us."""
+    """docs/how-to/gpu/first-run.md has the factors; a poll takes 100 us here."""
     text = " ".join(DOCUMENT.read_text().split())
     said = re.search(
         r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes are (\d+) to (\d+)\.", text
@@ -138,7 +138,9 @@ def test_a_new_timeout_bounds_waits_in_channels_that_are_there() -> None:
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_the_alarm_is_no_stream_of_another_group(pooled: bool) -> None:
-    """torch's pool has 32 streams of a priority, so that some group's would be it soon: the control."""
+    """torch's pool has 32 streams per priority, so that another group soon gets the same stream: the
+    control.
+    """
 
     def on_rank() -> None:
         groups = [interlace.new_group([0]) for _ in range(40)]
@@ -242,7 +244,7 @@ def _let_run(gpu: FakeGpu, turns: int) -> None:
 def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
     credit: int, linger: int, copied: bool
 ) -> None:
-    """After an abort, until the peer is through, or has had its time: copies cannot look whether to run."""
+    """Copies cannot check for an abort, so the stream waits for the peer, or for a fixed time."""
     gpu = FakeGpu(eager=0.0)
     seen: list[bool] = []
 
@@ -283,9 +285,8 @@ def _forgetful(wait: Any) -> Any:
 @pytest.mark.parametrize("stream_words", [True, False], ids=["words", "kernels"])
 @pytest.mark.parametrize("looks", [True, False], ids=["kernels signal", "streams signal"])
 def test_what_was_not_received_is_not_passed_on(stream_words: bool, looks: bool) -> None:
-    """A signal, the credit and the epoch behind a wait for data that was given up.
-
-    A stream that signals by itself cannot look; that it is seen to is the negative control.
+    """After a timed-out wait for data no signal, credit and epoch may be stored. A stream that signals by
+    itself cannot check this; it is the negative control.
     """
     gpu = FakeGpu(eager=0.0, stream_words=stream_words)
     fault = (DeviceStream, "wait", _forgetful(DeviceStream.wait))
@@ -327,10 +328,8 @@ def test_what_was_not_received_is_not_passed_on(stream_words: bool, looks: bool)
 def test_an_alarm_waits_for_nothing_but_a_queue(
     labels: list[str], stands_behind: bool, connections: int
 ) -> None:
-    """A future of an op that hangs holds a stream of the group's; not the one that ends the hang.
-
-    The control is one hardware queue. CUDA's own waits stand in it until they are over, kernels until
-    they begin. So what waits is a kernel, and has a bound.
+    """A future of an op that hangs holds a stream of the group, but not the alarm's stream. With a single
+    hardware queue, CUDA's waits would block the queue, so the waits are kernels with a bound.
     """
     gpu = FakeGpu(eager=0.0)
 

@@ -175,7 +175,7 @@ def test_replays_of_virtual_ranks(op: Any) -> None:
 
 
 def test_virtual_ranks_replay_in_queues_of_their_own() -> None:
-    """A graph goes to the GPU whole, and not in step: a limit in docs/how-to/gpu/first-run.md."""
+    """A graph goes to the GPU as a whole: docs/how-to/gpu/first-run.md has this limit."""
     gpu = FakeGpu(5, connections=1)
     with pytest.raises(DeviceHang):
         run_virtual(replaying(gpu, fused_gather, 1), 2, gpu)
@@ -217,7 +217,7 @@ def test_an_epoch_of_the_host_in_a_graph_is_found() -> None:
 
 
 def test_the_host_stops_counting_after_a_capture() -> None:
-    """Eager ops after a replay signal by kernels, which read the epoch where the replay left it."""
+    """Eager ops after a replay signal by kernels, which read the epoch of the replay."""
     gpu = FakeGpu(5)
     fake_host.run(replaying(gpu, all_to_all, 3), 2, gpu)
     written = gpu.words_written
@@ -294,7 +294,7 @@ def test_a_table_is_not_made_during_a_capture() -> None:
 
 @gpu_ranks(2, raises=pytest.raises(CudaError, match="unjoined work"), seed=5)
 def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture() -> None:
-    """As with torch's own: CUDA refuses to end a capture with work that never joined."""
+    """CUDA does not end a capture while a stream has not joined; torch's ops behave the same way."""
     x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
     asynchronous_gather(x, weight)
     torch.cuda.synchronize()

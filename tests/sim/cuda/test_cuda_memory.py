@@ -58,7 +58,7 @@ def torch_213_all_gather(store: Any, prefix: int, rank: int, world_size: int, va
 
 @pytest.mark.parametrize("all_gather", [torch_all_gather, torch_213_all_gather])
 def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
-    """Through a C++ store, so that the calls come from C++; ranks count their rounds differently."""
+    """The calls go through a C++ store, and ranks count their rounds differently."""
 
     def on_rank(host: ThreadHost) -> Any:
         rank, world_size = host.rank, host.world_size
@@ -78,8 +78,6 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
 
 
 def test_a_bare_process_group_finds_the_store() -> None:
-    """What torch resolves by name has the group's rank and size; it is gone after ``close``."""
-
     def on_rank(host: ThreadHost) -> tuple[int, int]:
         memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
         found = _c10d._resolve_process_group(memory._name)

@@ -26,8 +26,6 @@ DIFFERS = pytest.raises(ValueError, match="shape of tensor differs between ranks
 @pytest.mark.parametrize("first", [0, 1], ids=["unknown call", "known call"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_mismatch_is_named_though_nobody_waited(first: int, rank: int) -> None:
-    """One rank makes another call: one it never made, or one that all have made before."""
-
     def on_rank() -> None:
         reduce(4)
         if first:
@@ -68,7 +66,7 @@ IN_WORKSPACES = (auto, "LARGEST_LOW_LATENCY_BYTES", 0)
     eager=0.0,
 )
 def test_the_work_of_the_very_op_fails(known: bool) -> None:
-    """Without another call and without a watchdog, as soon as the peer has noted what it calls."""
+    """No later call and no watchdog is needed: the work fails after the peer has noted its call."""
     place, rank = own_place(), interlace.get_rank()
     for length in (4, 5, 4, 5, 4, 5) if known else (4, 5):
         reduce(length)
@@ -98,7 +96,6 @@ def test_the_work_of_the_very_op_fails(known: bool) -> None:
 
 @gpu_ranks(raises=pytest.raises(CollectiveTimeoutError, match="the group failed"), eager=0.0)
 def test_works_fail_with_their_group() -> None:
-    """What was not seen to have completed before has failed; what was, has not."""
     place = own_place()
     works = [interlace.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
     torch.cuda.synchronize()
@@ -127,7 +124,7 @@ def test_another_op_is_named() -> None:
 
 @gpu_ranks(2, seed=4)
 def test_shards_may_change_their_length() -> None:
-    """What may differ between ranks is asked for at every call."""
+    """Every call asks for the terms that may differ between ranks."""
     rank = interlace.get_rank()
     for lengths in ((8, 8), (8, 8), (8, 24), (16, 8), (8, 8)):
         x = torch.full((lengths[rank], 8), rank + 1.0)

@@ -33,7 +33,6 @@ class Synchronized:
 
 @pytest.mark.parametrize("name", sorted(ranks.OPS))
 def test_operations(name: str) -> None:
-    """Torch code of theirs runs at once, so the device does too: after every call, and at the end."""
     gpu, op = FakeGpu(eager=0.0), ranks.OPS[name]
 
     def synchronized(x: torch.Tensor, w: torch.Tensor) -> Any:

@@ -158,7 +158,6 @@ def test_results_are_right_whatever_runs_first(run: Any, seed: int) -> None:
 @pytest.mark.parametrize("world_size", few([2, 4, 7, 8], 4))
 @pytest.mark.parametrize("connections", [1, 8, 32])
 def test_streams_that_share_hardware_queues(run: Any, world_size: int, connections: int) -> None:
-    """Whatever stands in front of them there; and first uses wait for all that was enqueued."""
     gpu = FakeGpu(world_size, connections=connections)
     assert all(run(exercise(gpu), world_size, gpu))
     assert all(run(grouped(gpu), world_size, gpu))
@@ -291,8 +290,6 @@ def test_of_two_points_in_a_stream_the_later_one_counts(faults: list[Replacement
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_eager_ops_is_kept_across_a_capture(seed: int) -> None:
-    """The op after a capture comes after the one before it, though that was on another stream."""
-
     def ops() -> None:
         group, x, y = default_group(), torch.zeros(8), torch.zeros(8)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -307,7 +304,7 @@ def test_the_order_of_eager_ops_is_kept_across_a_capture(seed: int) -> None:
 
 
 def test_a_start_that_is_recorded_late_would_hang() -> None:
-    """The copy stream would wait for a kernel that waits for the peers' copy streams."""
+    """The copy stream would wait for a kernel that waits for the copy streams of peers."""
 
     def ops() -> None:
         group, layout = default_group(), Layout()
@@ -391,7 +388,7 @@ def test_memory_is_given_up_when_the_op_was_waited_for(eager: float) -> None:
     eager=0.0,
 )
 def test_what_the_host_dropped_is_not_used_later() -> None:
-    """The fake allocator's own control: memory of another stream that nobody holds."""
+    """This is the control of the fake allocator."""
     interlace.all_gather_matmul(torch.ones(64, 16), torch.eye(16), algorithm="fused", async_op=True)
     gc.collect()
     fake_gpu().synchronize()

@@ -27,7 +27,6 @@ def recv(tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
 @pytest.mark.parametrize("world", WORLDS)
 @on_ranks(seeds=6)
 def test_a_ring_of_messages_in_any_order_of_calls(world: int) -> None:
-    """To itself in a world of one."""
     rank = interlace.get_rank()
     after, before = (rank + 1) % world, (rank - 1) % world
     received = [poisoned(length) for length in (0, 1, 9)]
@@ -93,7 +92,7 @@ MISFITS = [
 
 @on_ranks(seeds=4)
 def test_a_receive_that_does_not_fit_fails_on_both_ranks() -> None:
-    """On the sender at one of its next ends: the message had left it before."""
+    """The sender gets the error at one of its next waits, because the message has already left."""
     if interlace.get_rank() == 0:
         works = [send(torch.ones(3), 1, 4), send(torch.ones(3, dtype=torch.int32), 1, 4)]
         works.append(send(payload(2, 1), 1, 4))

@@ -205,7 +205,7 @@ def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> Non
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
 @on_ranks(3, seeds=6)
 def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm: str) -> None:
-    """Several programs: one may sum a block before another has sent what lies there."""
+    """One program may sum a block before another program has sent the data in its place."""
     rank = interlace.get_rank()
     inputs = list(torch.cat([payload(16, owner, rank) for owner in range(3)]).split(16))
     output = inputs[rank - 1]
@@ -240,7 +240,6 @@ GROUPS = [[0, 1], [3, 2], [3, 0, 2], [0, 1, 2, 3], [1]]
 
 @on_ranks(4, seeds=1)
 def test_groups_at_once() -> None:
-    """Groups that overlap, one of which has its ranks in another order, and a group of a group."""
     rank, pending = interlace.get_rank(), []
     groups = [(interlace.new_group(ranks), ranks) for ranks in GROUPS]
     if rank in GROUPS[2]:

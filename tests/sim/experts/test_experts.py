@@ -250,7 +250,7 @@ SMALL = {
 
 @pytest.mark.parametrize("run", [moved, multiplied])
 def test_bits_do_not_depend_on_timing(run: Any) -> None:
-    """Nor on who is slow, nor, of what is only moved, on the algorithm."""
+    """If data is only moved, bits do not depend on the algorithm either."""
     found = []
     for seed, slow in ((1, 0), (2, 2)):
         with override(**SMALL), starved(slow_rank(slow)):
@@ -263,8 +263,6 @@ def test_bits_do_not_depend_on_timing(run: Any) -> None:
 
 
 def test_placement_of_experts_does_not_change_bits() -> None:
-    """The same tokens and experts on one rank and on three."""
-
     def on_rank(case: Case) -> torch.Tensor:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
         x = torch.cat([case.x(r) for r in range(3)]).chunk(world_size)[rank]
@@ -365,7 +363,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] =
 )
 @ranks(2, place="sim")
 def test_misuse_of_one_rank_is_named_on_all(form: str, number: int) -> None:
-    """Before anything moves."""
     call, right, refused = CALLS[form]
     check_refused(call, right, *refused[number])
 
@@ -392,7 +389,6 @@ def test_combine_needs_all_rows() -> None:
 @pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
 @ranks(3, place="sim")
 def test_gradients(how: str) -> None:
-    """Compared with one process's autograd."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     case = Case([5, 0, 9][:world_size], topk=3, hidden=8, columns=4, dtype=F64, seed=5)
     ups, downs = case.weight(), noise(8, 5, (case.experts, 4, 8), F64)
@@ -451,7 +447,7 @@ def test_a_rank_without_tokens_sends_fp8(algorithm: Any) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @ranks(2, place="sim")
 def test_the_weight_of_a_slot_without_a_row_is_not_looked_at(algorithm: Any) -> None:
-    """It has no expert, or its expert is full."""
+    """The slot has no expert, or its expert is full."""
     idx = torch.tensor([[0, -1], [-1, -1], [0, 1]])
     weights = torch.tensor([[2.0, torch.nan], [torch.nan, torch.inf], [torch.nan, 3.0]])
     how: Any = {"capacity": 1, "algorithm": algorithm}
@@ -477,7 +473,7 @@ def test_experts_may_be_integers_of_any_width(dtype: Any) -> None:
 
 
 def test_products_whose_counts_stay_on_the_device() -> None:
-    """As those of the host's counts, with their gradients: torch's grouped matmul runs here, too."""
+    """The reference has its counts on the host."""
     called: list[int] = []
 
     def grouped(*tensors: torch.Tensor) -> bool:
@@ -587,7 +583,6 @@ CHOICES = st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_siz
 
 @given(CHOICES, st.sampled_from([0, 1, 2]))
 def test_assignments(choices: list[list[int]], capacity: int) -> None:
-    """Also where a token names an expert twice."""
     idx = torch.tensor(choices, dtype=torch.int64).view(-1, 2)
     chosen = Assignment(idx, 6, 3, capacity)
     flat = idx.flatten().tolist()

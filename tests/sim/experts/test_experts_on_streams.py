@@ -98,7 +98,7 @@ def test_whatever_runs_first(run: Any, seed: int, gpus: Gpus) -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
 @pytest.mark.parametrize("bound", [{}, {"num_max_rows_per_rank": 4}], ids=["splits", "bound"])
 def test_a_lone_rank_waits_for_its_caller(run: Any, bound: Any, algorithm: str, gpus: Gpus) -> None:
-    """No collective comes first, which would hold the products until rows are there."""
+    """No collective comes first that would delay the products until the rows are there."""
     gpu = gpus(0, 0.05)
 
     def on_rank() -> bool:
@@ -175,7 +175,6 @@ def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, gpus: Gpus) -> None:
-    """Also after a dispatch without a bound, whose numbers of tokens all ranks know."""
     of, seen = held_up
     gpus(3, 0.0)
 
@@ -203,7 +202,6 @@ def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, 
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(
     kind: str, world_size: int, held_up: Any, gpus: Gpus
 ) -> None:
-    """With a bound of tokens: whatever the routing is, and though ranks have other numbers of tokens."""
     of, seen = held_up
     gpus(3, 0.0)  # which does nothing while a host enqueues
 

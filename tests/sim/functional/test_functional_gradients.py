@@ -121,7 +121,7 @@ def test_what_has_no_second_gradients_says_so(place: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_the_second_derivative_of_a_product_with_zeros(dtype: torch.dtype) -> None:
-    """Against that of ``torch.prod``; a column has no zero, one, or two."""
+    """The reference is ``torch.prod``; a column has zero, one or two zeros."""
     every = torch.tensor([[2, 3, 0], [0, 5, 0], [4, 7, 6]], dtype=dtype)
     if dtype.is_complex:
         every = every * torch.tensor([[1j], [1 + 1j], [2 - 1j]])
@@ -152,7 +152,7 @@ def test_a_lone_rank() -> None:
 
 
 def test_ranks_take_turns_in_many_orders() -> None:
-    """Each rank's graph has several ops under way; the order of the seed changes nothing."""
+    """Each rank's graph has several ops in flight, in the order of the seed."""
 
     def case() -> list[float]:
         x = torch.arange(1.0, 4.0).add(interlace.get_rank()).requires_grad_()
@@ -172,7 +172,7 @@ def test_ranks_take_turns_in_many_orders() -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
 @ranks(place="sim")
 def test_columns_that_are_scattered_have_gradients(algorithm: Any) -> None:
-    """The gradient is gathered along what a matmul sums, which not every algorithm can."""
+    """The gradient is gathered along the dimension that a matmul sums. Some algorithms cannot do this."""
     rank = interlace.get_rank()
     x = torch.full((2, 3), 1.0 + rank, requires_grad=True)
     w = torch.ones(3, 5, requires_grad=True)
@@ -246,7 +246,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 @pytest.mark.parametrize("op", CALLS)
 @ranks(3, place="sim")
 def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> None:
-    """By the forward, and the group goes on: a rank's backward would wait for those that have none."""
+    """A rank's backward would wait for ranks that have no backward."""
     what, call = CALLS[op]
     text = f"^{op.split(',')[0]}: the set of inputs that require a gradient differs between ranks: "
     for odd, recording in ((2, True), (0, False)):
@@ -287,7 +287,7 @@ BIASED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks(3)
 def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
-    """Theirs are of the own rows, and need no other rank; results are those without a gradient."""
+    """The gradient of a bias needs only the rank's rows."""
     for op, call in BIASED.items():
         gradients = []
         for learning in (interlace.get_rank() == 1, True):
@@ -306,7 +306,6 @@ def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
-    """Of the input, of weights and biases, where the gathered input and an activation are used, too."""
     lengths = [3, 0, 5]
     how: Any = {"return_gathered": True, "activation": ["relu", None], "algorithm": algorithm}
     if dim == 2:
@@ -344,7 +343,6 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_second_derivatives_of_unequal_shards(dim: int) -> None:
-    """Of the input and the weight of a gather; the gradient of each is an op that is recorded, too."""
     lengths = [2, 0, 3]
     torch.manual_seed(0)
     of_rank = [torch.randn((n, 4) if dim == 0 else (4, n)).double() for n in lengths]
@@ -370,7 +368,6 @@ def test_second_derivatives_of_unequal_shards(dim: int) -> None:
 
 @ranks(3, place="sim")
 def test_unequally_many_rows_of_experts_have_gradients() -> None:
-    """Ranks have 0, 1 and 2 rows, and use those of all times 1, 2 and 3."""
     rank = interlace.get_rank()
     rows, weight = torch.ones(rank, 4).requires_grad_(), torch.ones(1, 4, 2, requires_grad=True)
     output, _ = interlace.all_gather_grouped_matmul(rows, weight, [rank])
@@ -381,7 +378,6 @@ def test_unequally_many_rows_of_experts_have_gradients() -> None:
 
 @ranks(3, place="sim")
 def test_a_call_with_a_gradient_is_one_op() -> None:
-    """Its ranks agree once, as without a gradient; hooks see each op that they agree on."""
     seen: list[str] = []
     group, weight = interlace.new_group(), torch.ones(4, 2, requires_grad=True)
     calls: dict[str, Callable[[], Any]] = {
@@ -427,7 +423,6 @@ def test_who_waits_without_recording_has_the_history_of_the_call() -> None:
 def test_weights_that_do_not_fit_unequal_shards_are_refused(
     dim: int, rows: list[int], text: str
 ) -> None:
-    """On all ranks, and the group goes on."""
     rank = interlace.get_rank()
     shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
     with pytest.raises(ValueError, match=text):

@@ -33,7 +33,7 @@ def schemas() -> list[str]:
 
 
 def test_schemas_are_those_of_saved_graphs() -> None:
-    """A program that torch has exported names ops by their schemas."""
+    """A program that torch has exported refers to ops by their schemas."""
     assert schemas() == LIST.read_text().splitlines(), "python tests/sim/functional/test_schemas.py"
 
 
@@ -125,7 +125,6 @@ OTHERS: list[tuple[Any, Any, Given, str]] = [
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks()
 def test_what_is_asked_before_the_schema_is_refused_on_all(place: str) -> None:
-    """By one rank only; the group goes on. On processes torch's dispatcher would refuse the last ones."""
     for call, there, how, text in OTHERS if place == "sim" else OTHERS[-6:]:
         right: Given = {"num_experts": 2} if call is sent else {}
         with pytest.raises((TypeError, ValueError), match=text) as caught:

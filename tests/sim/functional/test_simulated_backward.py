@@ -65,8 +65,6 @@ def test_the_same_seed_is_the_same_order() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("world_size", few([1, 2, 3], 1, 3))
 def test_recomputed_activations(use_reentrant: bool, world_size: int) -> None:
-    """Two layers, one after another: each is computed again once, on all ranks together."""
-
     def case() -> None:
         calls = []
         x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
@@ -175,7 +173,7 @@ def test_a_rank_that_never_comes_is_a_deadlock() -> None:
 
 
 def test_an_engine_ends_with_its_rank() -> None:
-    """Whatever ends a rank from outside while it serves its engine, as Ctrl-C does."""
+    """Ctrl-C may end a rank while it serves its engine."""
 
     rank = threading.get_ident()
 
@@ -195,7 +193,7 @@ def test_an_engine_ends_with_its_rank() -> None:
 
 
 def test_an_error_leaves_no_gradients_behind() -> None:
-    """In the queue of an engine whose thread ends: they would be dropped after Python, and abort it."""
+    """Gradients in the queue of an ended engine would be freed after Python, and abort it."""
     notes: dict[int, list[weakref.ref[Any]]] = {0: [], 1: []}
 
     class Many(torch.autograd.Function):

@@ -86,7 +86,7 @@ def special(values: Any, seed: int) -> Any:
 @settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 3, 12]))
 def test_no_split_of_a_product_changes_a_bit(dtype: str, data: Any, seed: int, spread: int) -> None:
-    """Every element is that of the definition, in the whole product, and in tiles of any size and order."""
+    """The tiles have many sizes and orders."""
     rows, columns, depth = (data.draw(st.integers(1, most)) for most in (9, 9, 40))
     left = numbers(seed, (rows, depth), dtype, spread)
     right = numbers(seed + 1, (depth, columns), dtype, spread)
@@ -170,7 +170,7 @@ def test_other_processors_give_the_same_bits(variables: str) -> None:
 @thorough
 @pytest.mark.parametrize("variables", OTHER_PROCESSORS[:2])
 def test_promises_hold_on_other_processors(variables: str) -> None:
-    """Every test that the page on promises names for equal bits."""
+    """These are the tests that the page of promises names for equal bits."""
     page = (ROOT / "docs/reference/promises.md").read_text()
     section = page.partition("## Equal bits")[2].partition("\n## ")[0]
     tests = sorted({*re.findall(r"`(tests/\S+::\w+)`", section), *DETERMINISM})
@@ -180,7 +180,7 @@ def test_promises_hold_on_other_processors(variables: str) -> None:
 
 
 def test_control_a_blas_does_not_have_the_bits_of_the_definition() -> None:
-    """A product in fp32, as Triton's interpreter takes it, is another one."""
+    """Triton's interpreter multiplies by a BLAS."""
     left, right = numbers(5, (64, 256), "fp32", 6), numbers(6, (256, 48), "fp32", 6)
     assert (left @ right != defined(left, right)).any()
     assert (matrix_product(left, right) == defined(left, right)).all()

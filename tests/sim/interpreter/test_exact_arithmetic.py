@@ -325,9 +325,8 @@ def test_descriptor_padding_is_nan(exact: None) -> None:
     few([(BF16, None), (F16, None), (BF16, 80), (BF16, 90)], (BF16, None), (BF16, 90)),
 )
 def test_atomic_sums_are_rounded_one_by_one(dtype: torch.dtype, arch: int | None) -> None:
-    """In scalars and tensors, and as a GPU does them: before 9.0 by a loop of swaps, which is no race.
-
-    The word that is swapped may begin with the last element.
+    """Before 9.0 a GPU does them by a loop of swaps, which is not a race. The swapped word may begin with
+    the last element.
     """
     x, out = torch.ones(13, dtype=dtype), torch.zeros(8, dtype=dtype)
     report = races(lambda: atomic_add[(1,)](x, out), 1, seeds=1, arch=arch)

@@ -77,7 +77,6 @@ def test_integers(name: str, letter: str, bits: int, pairs: list[tuple[int, int]
 @pytest.mark.parametrize("kind", ["u32", "s32"])
 @pytest.mark.parametrize("name", ["div", "rem"])
 def test_divided_by_zero_is_all_ones_and_no_error(name: str, kind: str) -> None:
-    """Of those threads alone: others, whose divisors are numbers, get theirs."""
     asm = f"{name}.{kind} $0, $1, $2;"
     found = interlace.run(
         lambda: ptx_kernels.computed(asm, [7, 0, 9, 17], [0, 0, 4, 5], I32, I32), 1

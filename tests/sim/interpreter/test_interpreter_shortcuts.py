@@ -165,7 +165,6 @@ def in_memory(*elements: str) -> dict[str, tl.tensor]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name: str) -> None:
-    """Every pair of operands, in both orders where one is no tensor."""
     op = getattr(operator, name)
     plain = {repr(value): value for value in PLAIN}
     cases = combined(op, TENSORS | POINTERS, TENSORS | POINTERS | CONSTANTS)
@@ -184,7 +183,6 @@ def test_conversions() -> None:
 
 
 def test_axes() -> None:
-    """Of all but scalars, which the front end makes blocks."""
     none = tl.constexpr(None)
     calls: list[Callable[[Any], Any]] = [
         lambda x: x[:, None],
@@ -203,7 +201,6 @@ def test_axes() -> None:
 
 
 def test_shapes_and_elements_of_tensors() -> None:
-    """Of what the front end makes itself, by broadcasts and other types."""
     calls: list[Callable[[Any], Any]] = [
         lambda x: (x.to(tl.float32) * 2).to(tl.bfloat16),
         lambda x: x[:, None] + TENSORS["int32 (1, 4)"],
@@ -328,7 +325,7 @@ def test_atomics() -> None:
 
 
 def test_shortcuts_do_not_go_through_the_front_end() -> None:
-    """So the tests above compare two ways, and not one with itself."""
+    """So the tests above compare two implementations."""
     kinds = tl.semantic.TritonSemantic
     asked: list[str] = []
 

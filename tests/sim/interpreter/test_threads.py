@@ -110,7 +110,7 @@ def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
 
 
 def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is kept by the texts and values that it is made of, and taken if it is whole."""
+    """The texts and values of a compilation are its key, and only whole files are used."""
     asked: list[pathlib.Path] = []
 
     def file_of(*what: Any) -> pathlib.Path:
@@ -144,7 +144,7 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_compiler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a folder is named again, as whoever loads a file by its path does."""
+    """A file that is loaded by its path may name a folder again."""
     nothing = SimpleNamespace(file_of=lambda *what: None, read=kept.read)
     monkeypatch.setattr(compiled, "kept", nothing)
     servers = []

@@ -65,7 +65,7 @@ def test_linear_functions_are_the_ops(name: str, size: int) -> None:
 
 @ranks(place="sim")
 def test_without_sequence_parallelism_it_is_the_same_to_the_rounding_of_sums() -> None:
-    """Shards that are whole blocks, so that blocks along rows are the same."""
+    """Shards are whole blocks, so the blocks along rows are the same."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     whole = noise(0, 1, (32 * size, IN))
     found = []
@@ -163,8 +163,6 @@ WEIGHTS = [deepseek, mxfp8, nvfp4]
 
 @pytest.mark.parametrize("make", WEIGHTS)
 def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
-    """The whole, or this rank's part; on meta, too."""
-
     def case() -> None:
         rank, size = interlace.get_rank(), interlace.get_world_size()
         up, down = make(192, 256), make(256, 512)

@@ -145,7 +145,7 @@ def test_main_grad_is_the_sum_over_microbatches(
 
 @pytest.mark.parametrize("chunk", [4096, 3])
 def test_half_products_are_summed_in_fp32(chunk: int) -> None:
-    """A sum in bf16 would end at 256, where adding 1 changes nothing."""
+    """A sum in bf16 would stay at 256, where adding 1 changes nothing."""
     weight: Any = torch.zeros(1, 1, dtype=torch.bfloat16)
     weight.main_grad = torch.zeros(1, 1)
     ones = torch.ones(1000, 1, dtype=torch.bfloat16)
@@ -207,8 +207,6 @@ def test_deferred_gradients_are_the_same_later(fusion: bool, save_gathered: bool
 
 
 def test_deferred_gradients_hold_nothing_afterwards() -> None:
-    """Of a lone rank's backward, and of a shard that is gathered when the gradients are computed."""
-
     def backward() -> None:
         deferred = DeferredWeightGradients()
         x, weights = column_step(deferred=deferred)

@@ -69,7 +69,7 @@ def test_misuse_of_one_rank_is_named_on_all(op: str, changes: dict[str, Any], te
 
 @ranks(2, place="sim")
 def test_with_an_activation_and_gradients_the_norm_is_checked_too() -> None:
-    """Where torch norms what the op has summed."""
+    """In this case torch computes the norm after the op."""
     right = {**arguments(SCATTER), "activation": "relu"}
     right["input"].requires_grad_()
     refused: list[tuple[dict[str, Any], str]] = [
@@ -83,7 +83,6 @@ def test_with_an_activation_and_gradients_the_norm_is_checked_too() -> None:
 
 @ranks(2, place="sim")
 def test_fp8_has_no_gradient() -> None:
-    """The sum beside it has one."""
     x = torch.ones(2, 8, requires_grad=True)
     _, total = interlace.all_reduce_norm(x, norm=RMS, quantize="fp8")
     total.sum().backward()  # type: ignore[no-untyped-call]

@@ -206,7 +206,6 @@ def test_any_call(seed: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
 def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
-    """Ranks without a row of their own, no rows at all, no columns, and a product of nothing."""
     for lengths, columns, inner in (((2,), 8, 4), ((0,), 8, 4), ((3,), 0, 4), ((3,), 8, 0)):
         case = Case(op, algorithm, 3, lengths, columns, inner, quantize="fp8" if inner else None)
         results = run(case, **SMALL)
@@ -218,7 +217,7 @@ def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce_norm"])
 def test_in_two_shots(op: str) -> None:
-    """More rows than go in one shot: every rank norms its own, and the sums are gathered too."""
+    """There are more rows than one shot takes: every rank norms its rows and gathers the sums."""
     patched = mock.patch.object(norms, "ONE_SHOT_BYTES", 0)
     by_op = mock.patch("interlace.ops.matmul.norms.ONE_SHOT_BYTES", 0)
     for quantize in (None, "fp8"):
@@ -230,7 +229,7 @@ def test_in_two_shots(op: str) -> None:
 
 
 def test_the_chain_of_a_sequence_parallel_block_is_one_kernel() -> None:
-    """Normed rows go from registers into the own output and to every peer: nothing gathers them after."""
+    """Normed rows go from registers to the output and to every peer; no gather follows."""
     for op in ("matmul_reduce_scatter", "reduce_scatter_norm"):
         with launches() as seen:
             case = Case(op, lengths=(20,), gather=True, dim=0)
@@ -241,7 +240,7 @@ def test_the_chain_of_a_sequence_parallel_block_is_one_kernel() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("columns", [300, 513, 1024])
 def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) -> None:
-    """Rows that end within a block or a word; three calls in a row, of different lengths."""
+    """Rows end within a block or a word."""
 
     def on_rank() -> list[Any]:
         return [case.call() for case in cases]
@@ -259,7 +258,7 @@ def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) ->
 
 
 def test_a_token_behind_a_matmul_goes_by_words() -> None:
-    """Where "auto" finds nothing to fuse, as on a GPU: torch's matmul, and one kernel."""
+    """ "auto" finds nothing to fuse, so torch multiplies and one kernel follows."""
     few = mock.patch("interlace.ops.matmul.reduce.choose_algorithm", lambda *_, **how: "unfused")
     for dtype, quantize in ((BF16, None), (F32, "fp8")):
         case = Case(
@@ -279,7 +278,6 @@ def test_auto_takes_words_for_a_token_and_the_kernel_for_more() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_equal_bits_in_every_schedule(op: str) -> None:
-    """Also where one rank is late all the time."""
     case = Case(op, lengths=(9,), columns=24, kind="layer", gather="scatter" in op)
 
     def on_rank() -> Any:
@@ -300,7 +298,7 @@ def test_equal_bits_in_every_schedule(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
 def test_on_several_nodes(op: str, algorithm: str) -> None:
-    """Between nodes the op without a norm reduces, "auto" of matmuls by its kernels, and torch norms."""
+    """The op without a norm reduces between nodes, and torch computes the norm."""
     how: Any = {"gather": "scatter" in op, "quantize": "fp8", "bias": True, "dtype": BF16}
     case = Case(op, algorithm, 4, (13,), **how)
     with launches() as seen:
@@ -311,7 +309,7 @@ def test_on_several_nodes(op: str, algorithm: str) -> None:
 
 @ranks(2, place="sim")
 def test_statistics_do_not_cancel() -> None:
-    """Numbers far from zero: a variance from sums of squares in fp32 would be all error."""
+    """The numbers are far from zero: a variance from fp32 sums of squares would be all error."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) + 3000
     normed, total = interlace.all_reduce_norm(x / 2, norm=interlace.LayerNorm(), algorithm="fused")
     right = torch.nn.functional.layer_norm(total.double(), (256,))
@@ -331,7 +329,7 @@ def test_scales_are_as_a_scaled_matmul_takes_them() -> None:
 
 @pytest.mark.parametrize("arch", few([80, 90], 90))
 def test_compiled_kernels_have_the_same_sums(arch: int) -> None:
-    """In place ``ptx``; fp8 is made by a kernel of 9.0, and by torch where there is none."""
+    """The kernels run in place ``ptx``; below 9.0 torch makes fp8."""
     cases = [
         Case("all_reduce_norm", "fused", 2, (5,), 64, dtype=BF16),
         Case("all_reduce_norm", "low_latency", 2, (1,), 64, dtype=BF16, kind="layer"),

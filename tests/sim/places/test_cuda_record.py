@@ -86,7 +86,6 @@ def test_an_op_of_several_parts_ends_with_the_last() -> None:
 
 
 def test_who_does_not_come_is_in_the_files(tmp_path: Path) -> None:
-    """The wait gives up on the device, and its record says for whom."""
     recorded = (
         (os.environ, dump.VARIABLE, str(tmp_path)),
         (dump, "_groups", weakref.WeakSet()),  # without those that other tests have left
@@ -121,7 +120,7 @@ def test_who_does_not_come_is_in_the_files(tmp_path: Path) -> None:
 
 @gpu_ranks(2, eager=0.0)
 def test_after_a_capture_no_end_is_told() -> None:
-    """For a replay counts epochs up of which the host does not know."""
+    """A replay counts epochs that the host does not know."""
     vector = torch.ones(4)
     interlace.all_reduce(vector, algorithm="copy")
     torch.cuda.synchronize()

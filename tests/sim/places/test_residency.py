@@ -42,7 +42,7 @@ def test_one_group_waits_for_nobody() -> None:
 
 
 def test_who_waited_counts_for_whom_it_waited() -> None:
-    """C fits beside B, but not beside A, for whom B still waits."""
+    """C fits beside B, but not beside A, for which B still waits."""
     known = Residency(10)
     admitted(known, A, 8)
     assert admitted(known, B, 3) == [A]

@@ -35,7 +35,7 @@ def test_who_moves_where(cores: list[int], allowed: tuple[int, ...], moves: dict
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.sets(st.integers(0, 3), min_size=1))
 def test_moving_makes_it_even(cores: list[int], allowed: set[int]) -> None:
-    """One rank at a time; in the end no core has two ranks more than another that they may use."""
+    """In the end no core has two ranks more than another core that they may use."""
     cores = [core if core in allowed else min(allowed) for core in cores]
     for _ in range(len(cores) + 1):
         targets = [(rank, move(cores, rank, tuple(allowed))) for rank in range(len(cores))]

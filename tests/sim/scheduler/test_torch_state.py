@@ -13,8 +13,6 @@ from interlace.runtime.places.sim.scheduler import torch_state
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_modes_are_each_ranks_own(mode: str, seed: int) -> None:
-    """Only rank 0 goes into a collective in this mode."""
-
     def on_rank() -> None:
         inside = interlace.get_rank() == 0
         for _ in range(3):
@@ -36,7 +34,7 @@ def doubled() -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_warnings_have_the_handler_that_they_had(seed: int) -> None:
-    """One on the stack of a rank that has ended would crash the next warning, at exit at the latest."""
+    """A handler on the stack of an ended rank would crash the next warning."""
     before = torch_state.warning_handler()
     assert before is not None
     interlace.run(doubled, 3, seed=seed)

@@ -48,7 +48,7 @@ def test_a_grid_that_is_none_is_named(grid: tuple[int, ...]) -> None:
 
 
 def test_own_kernels_are_corrupted_without_the_grid_of_the_task() -> None:
-    """Negative control: the test above fails if a task does not get its own grid back."""
+    """This is the negative control: the test above fails if a task does not get its own grid back."""
 
     def give_way(self: Scheduler) -> None:
         self.strategy.passes()
@@ -104,7 +104,7 @@ def test_triton_imported_first_says_what_to_do() -> None:
 
 
 def test_ctrl_c_while_a_run_begins_leaves_no_watchdog() -> None:
-    """It would raise in whatever this thread does when the run's time is over."""
+    """A watchdog would raise in later code of this thread after the run's time."""
     dogs, start = [], threading.Thread.start
 
     def interrupted(dog: threading.Thread) -> None:

@@ -42,7 +42,6 @@ def test_a_wait_that_counts_its_looks_is_a_deadlock(place: str) -> None:
 @few_polls
 @pytest.mark.parametrize(("at_most", "sets"), [(1 << 30, True), (300, False)])
 def test_a_wait_that_ends_is_none(at_most: int, sets: bool) -> None:
-    """Another works for long and sets the flag then; or the wait has a bound."""
     for seed in range(4):
         interlace.run(waited, 1, at_most, sets, seed=seed)
 
@@ -65,7 +64,7 @@ def long_reader(flag, looks, words, READS: tl.constexpr, SETS: tl.constexpr, COU
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_who_reads_the_same_for_long_waits_for_nothing(counts: bool) -> None:
-    """Others that poll meanwhile, counting or not, make no deadlock of it."""
+    """Polls of other ranks meanwhile do not make this a deadlock."""
 
     def read(sets: bool) -> int:
         words = torch.ones(18, dtype=torch.int32)

@@ -86,7 +86,6 @@ def test_nothing_moves_with_a_value_that_cannot_be(op: str) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 @ranks(2, place="sim")
 def test_the_smallest_value_is_right(name: str) -> None:
-    """The bound says what the kernels take: they do take it, and one below is refused above."""
     x, w = torch.ones(5, 19) * (interlace.get_rank() + 1), torch.ones(19, 33)
     summed = torch.ones(50)
     with interlace.configured(**{name: SMALLEST[name]}):
@@ -110,7 +109,7 @@ def test_the_table_has_only_values_that_can_be() -> None:
 
 
 def test_a_part_of_a_tile_has_columns_enough() -> None:
-    """An override of one field may not make another one impossible."""
+    """An override of one field may not make another field impossible."""
     made = replace(gpu_default(100, torch.bfloat16, 4096), block_n=16)
     assert made.epilogue_subtile == 4 and made.stored_parts == 1
     assert replace(made, block_n=32).stored_parts == 2

@@ -31,7 +31,7 @@ def test_the_cost_model_prefers_what_it_should() -> None:
     ("rows", "large", "small"), [(128, 1, 1), (256, 1, 2), (512, 2, 3), (1024, 3, 5), (2048, 5, 10)]
 )
 def test_tiles_are_chosen_by_waves(op: str, rows: int, large: int, small: int) -> None:
-    """1280 columns on 8 ranks: waves of 128 x 256 and of 128 x 128 tiles on 132 SMs."""
+    """1280 columns on 8 ranks need waves of 128 x 256 and of 128 x 128 tiles on 132 SMs."""
     chip, problem = CHIPS[90], Problem(op, torch.bfloat16, rows, 1280, 8192, 8)
     base = replace(gpu_default(90, torch.bfloat16, rows), copiers=0, chunks=1)
     small_tile = replace(base, block_n=128)
@@ -59,7 +59,7 @@ def test_what_a_chunk_costs_decides_how_many() -> None:
 
 
 def test_chunks_of_copiers_come_at_once() -> None:
-    """With a copier for every peer whole shards all come last, halves do not."""
+    """With a copier for every peer all whole shards come last; halves do not."""
     base = replace(gpu_default(90, torch.bfloat16, 1024), copiers=7)
     quick = replace(CHIPS[90], copy_gbs=100.0, chunk_us=0.0)
     whole, halves = (

@@ -144,7 +144,7 @@ def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
 def test_a_file_or_folder_without_permission(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what the system says, for root may write everything."""
+    """The system's answer counts, because root may write everywhere."""
     file = tmp_path / "tune.json"
     cache.add(HERE, [ROW], file)
     read_only = replaced((os, "access", lambda path, mode: False))

@@ -115,7 +115,7 @@ def test_every_matmul_has_a_tile() -> None:
 
 
 def test_defaults_are_what_they_were() -> None:
-    """Of the chip that most figures of docs/explanation/model.md are about, spelled out."""
+    """Most figures of docs/explanation/model.md are about this chip."""
     many = gpu_default(90, torch.bfloat16, 4096)
     assert many == Configuration(
         block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, copiers=8, chunks=4,
@@ -160,7 +160,9 @@ def _calibrated(gb_per_s: float) -> tuning.GatherTime:
 
 
 def test_the_model_has_the_links_that_were_calibrated() -> None:
-    """As published they are faster than 75 GB/s; then smaller sends hide more, and with 4 GB/s nothing."""
+    """Published links are faster than 75 GB/s. Slower links hide smaller sends, and links of 4 GB/s hide
+    none.
+    """
     problem = Problem("all_gather_matmul", torch.bfloat16, 4096, 2048, 8192, 4)
     assert _calibrated(100.0).link.received_gbs == 75.0
     published, slower, slow = (
