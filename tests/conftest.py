@@ -118,14 +118,14 @@ def _no_group_left() -> Iterator[None]:
 
 
 class Backwards(pytest.Dir):
-    """A folder whose last file is imported first."""
+    """A folder whose files are imported in reverse order."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         return [*super().collect()][::-1]
 
 
 def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> pytest.Dir | None:
-    """Every other worker begins at the end: pytest rewrites each file for one of them, not for all."""
+    """Every other worker begins at the end, so that two do not rewrite the same files."""
     worker = getattr(parent.config, "workerinput", {"workerid": "gw0"})["workerid"]
     backwards = int(worker.removeprefix("gw")) % 2
     return Backwards.from_parent(parent, path=path) if backwards else None
@@ -133,13 +133,13 @@ def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> py
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``pytest -n auto``."""
+    """Return the number of workers for ``pytest -n auto``."""
     return order.workers(len(os.sched_getaffinity(0)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Say once what begins: how many tests there are, and how long they take somewhere."""
+    """Print once the number of tests and a known duration."""
     config = node.config
     if config.stash.setdefault(order.BEGUN, node) is node:
         config.get_terminal_writer().line(f"{len(ids)} tests. {order.MEASURED}")

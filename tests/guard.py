@@ -35,7 +35,7 @@ LINGER = 5.0  # in which the end of a worker is usually known by its closed pipe
 
 
 def busy() -> float:
-    """How many wait for each core: what takes a second on a quiet machine takes so many here."""
+    """Return the number of waiting processes per core: a second on a quiet machine takes this many here."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 

@@ -29,7 +29,6 @@ def test_after(): pass
 
 
 def prepared(folder: pathlib.Path, tests: str, limit: float) -> list[str]:
-    """The command that runs ``tests`` there."""
     shutil.copy(GPU, folder / "conftest.py")
     with (folder / "conftest.py").open("a") as file:
         file.write(f"\nLIMIT = {limit}\ntorch.cuda.is_available = lambda: True\n")

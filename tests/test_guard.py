@@ -43,13 +43,13 @@ def test_dies():
 
 
 def command(folder: pathlib.Path, options: tuple[str, ...], change: str) -> list[str]:
-    """Runs pytest there, when Python is given it; ``change`` is of one of the guard's hooks."""
+    """Return a program that runs pytest there; ``change`` changes one of the guard's hooks."""
     (folder / "guarded.py").write_text(f"import guard\nfrom guard import *\n{change}\n")
     return ["-m", "pytest", "-q", "-p", "guarded", "-p", "no:cacheprovider", *options]
 
 
 def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
-    """As :func:`run`, by a fork of a process that has imported torch."""
+    """Run it like :func:`run`, by a fork of a process that has imported torch."""
     said, errors = str(folder / "said"), str(folder / "errors")
     process = multiprocessing.get_context("forkserver").Process(
         target=page_child.run_python,
@@ -62,7 +62,7 @@ def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
 
 
 def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
-    """What a run of pytest prints, and its exit status."""
+    """Return the output of a run of pytest, and its exit status."""
     with open(folder / "said", "w") as said:  # a pipe would be held open, too
         done = subprocess.run(
             [sys.executable, *command(folder, options, change)],

@@ -40,7 +40,9 @@ ARRIVED = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R156+URZ+0x34000], R19"
 
 
 def sass(*instructions: str) -> str:
-    """``nvdisasm -g``'s text of these, each a line of its own; what ends with ":" is a label."""
+    """Return ``nvdisasm -g``'s text of these instructions, one per line. Words that end with ":" are
+    labels.
+    """
     lines = []
     for number, text in enumerate(instructions, 1):
         code = f"        /*{16 * number:04x}*/                   {text} ;"
@@ -49,7 +51,7 @@ def sass(*instructions: str) -> str:
 
 
 def in_loop(*instructions: str) -> Loop:
-    """What is counted of a loop around ``instructions``."""
+    """Return the counts of a loop around ``instructions``."""
     _, found = loops(sass(HEAD, ".L_x_1:", *instructions, BACK, END, ".L_x_9:", "BRA `(.L_x_9)"))
     return found
 
@@ -174,10 +176,7 @@ def add_up_kernel(from_ptr, to_ptr, rounds, SOURCES: tl.constexpr, BARRIERS: tl.
 
 @triton.jit
 def descriptors_kernel(a_ptr, b_ptr, c_ptr, chunks, M, N, K, ONCE: tl.constexpr):
-    """A product of 128 x 128 per chunk; the map of a is made once, or for each.
-
-    Of b too, as it says, but as it is the same in all rounds, the compiler makes it once.
-    """
+    """Multiply 128 x 128 numbers per chunk, with a tensor map of a for all chunks or for each chunk."""
     if ONCE:
         a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [128, 64])
         b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
@@ -341,7 +340,7 @@ MASKED_BACKWARD = Mutant(
 
 
 def fewest(report: BuildReport, where: str) -> int:
-    """Instructions of the shortest loop of a function; those of two poll an mbarrier."""
+    """Return the instructions of a function's shortest loop. Loops of two instructions poll an mbarrier."""
     return min(n for loop in report.loops if where in loop.where and (n := loop.instructions) > 9)
 
 

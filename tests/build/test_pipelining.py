@@ -67,7 +67,6 @@ Built = tuple[Entry, BuildReport, str]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]]:
-    """Entry, report and PTX by name."""
     folder = tmp_path_factory.mktemp("pipelining")
     SIGNALS.write(folder)
     stems = [str(folder / name.replace(" ", "_")) for name in ENTRIES]
@@ -80,7 +79,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]
 
 
 def stage_bytes(entry: Entry) -> int:
-    """What one stage of the pipeline holds of both operands."""
+    """Return the bytes of both operands in one stage of the pipeline."""
     block_m, block_n, block_k = (int(entry.fixed[f"BLOCK_{axis}"]) for axis in "MNK")
     itemsize = 1 if "fp8" in entry.types["input.ptr"] else 2
     return (block_m + block_n) * block_k * itemsize

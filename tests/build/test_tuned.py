@@ -19,7 +19,7 @@ from tiers import thorough
 
 
 def of_row(arch: int, dtype: str, extents: str, rows: str, number: int = 0) -> Configuration:
-    """What a row of the table says; of several that fit the one of this ``number``."""
+    """Return the configuration of a row of the table; ``number`` chooses one of several rows that fit."""
     fitting = [tile for tile in table.tiles(arch, dtype, extents) if tile.rows in (rows, "")]
     return Configuration(**fitting[number].values)
 

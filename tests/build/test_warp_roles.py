@@ -63,7 +63,7 @@ def mutant(op: str, folder: pathlib.Path, pattern: str, text: str) -> Entry:
 
 
 def waits_before(ptx: str, how: str) -> bool:
-    """Whether a wait comes before some such move by TMA; all others come before waits, or on other ways."""
+    """Return whether a wait comes before some move of this kind by TMA."""
     program = PtxModule(ptx)
     code = program.instructions
     waits = program.where(lambda one: {"acquire", "sys", "ld"} <= one.parts)
@@ -101,7 +101,6 @@ def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
     roles, reference = build([ENTRIES[op], REFERENCES[op]])
 
     def innermost(report: BuildReport, what: str) -> Loop:
-        """The smallest loop with products."""
         loops = [loop for loop in report.loops if loop.wgmma_waits and what in loop.where]
         return min(loops, key=lambda loop: loop.instructions)
 

@@ -19,7 +19,7 @@ def shape_of(dims: int, dim: int, length: int, width: int) -> list[int]:
 
 
 def close(actual: Any, expected: torch.Tensor, terms: int) -> None:
-    """To the rounding of a sum of ``terms`` products of numbers near 1, each of which may be off."""
+    """Compare to the rounding of a sum of ``terms`` products of numbers near 1."""
     assert actual is not None and tuple(actual.shape) == tuple(expected.shape)
     bound = 8 * terms * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), expected.double(), rtol=bound, atol=bound)
@@ -28,7 +28,7 @@ def close(actual: Any, expected: torch.Tensor, terms: int) -> None:
 def column_case(
     dtype: torch.dtype, dims: int, dim: int, count: int, biased: bool, sharded: bool
 ) -> None:
-    """Runs on every rank: output and gradients, against one process that has everything."""
+    """Compare output and gradients on every rank with one process that has everything."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     whole = noise(0, 1, shape_of(dims, dim, SHARD * size, IN), dtype)
     all_weights = [noise(0, 2 + i, (size * OUT[i], IN), dtype) for i in range(count)]
@@ -112,7 +112,7 @@ def side_by_side() -> None:
 
 
 def autocast() -> None:
-    """Operands are cast to bf16, gradients come back in the dtypes of what they are of."""
+    """Operands are cast to bf16, and gradients have the dtypes of their tensors."""
     rank = interlace.get_rank()
     x = noise(rank, 1, (2 * SHARD, IN)).requires_grad_()
     w, v = noise(rank, 2, (OUT[0], IN)), noise(rank, 3, (OUT[0], OUT[0]))
@@ -132,7 +132,7 @@ def autocast() -> None:
 
 
 def products(warp_roles: bool, transposed: bool, tile: dict[str, int]) -> list[torch.Tensor]:
-    """Rows that no tile divides, more tiles than programs, calls that follow each other."""
+    """No tile divides the rows, and there are more tiles than programs."""
     torch.manual_seed(interlace.get_rank())
     device, found = interlace.device(), []
     for rows, inner, columns in ((300, 4096, 512), (2048, 1040, 4112), (1, 64, 256)):

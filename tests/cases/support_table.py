@@ -92,7 +92,7 @@ REDUCE_OPS = (*reductions.REDUCE_OPS, "premul_sum")
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
-    """Whether ``op``, one of ``REDUCE_OPS``, reduces ``dtype``; premul_sum is of floats and complex."""
+    """Return whether an op reduces ``dtype``; premul_sum reduces floats and complex numbers."""
     if op == "premul_sum":
         return (dtype.is_floating_point or dtype.is_complex) and defined("sum", dtype)
     return (op, dtype) in reductions._FOLDS

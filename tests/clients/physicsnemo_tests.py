@@ -20,7 +20,7 @@ LIMIT_SECONDS = 300
 
 
 def said_by_tests(file: Path) -> dict[str, str]:
-    """What each test of ``file`` raised on this rank, or nothing."""
+    """Return the error of each test of ``file`` on this rank, or ""."""
     stand_in: Any = SimpleNamespace(
         fixture=lambda **_: lambda function: function,
         mark=SimpleNamespace(multigpu_static=lambda function: function),
@@ -39,7 +39,7 @@ def said_by_tests(file: Path) -> dict[str, str]:
 
 
 def run_rank(file: Path, backend: str) -> None:
-    """Rank 0 prints a line of JSON: what the tests said, by rank."""
+    """Rank 0 prints a line of JSON: the errors of the tests, by rank."""
     import torch.distributed as dist
 
     from clients.physicsnemo_shared import set_up

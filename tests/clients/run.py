@@ -45,7 +45,7 @@ def clients() -> list[str]:
 
 
 def said(name: str) -> dict[str, Any]:
-    """What a client says of itself, without importing what it is a client of."""
+    """Return the attributes of a client's file without an import of its library."""
     body = ast.parse((HERE / f"{name}.py").read_text()).body
     assigned = [(node.targets[0], node.value) for node in body if isinstance(node, ast.Assign)]
     return {
@@ -56,7 +56,7 @@ def said(name: str) -> dict[str, Any]:
 
 
 class Steps:
-    """What ``train`` calls after every step: keeps the loss, and the seconds since the last call."""
+    """Called by ``train`` after every step: keeps the loss, and the seconds since the last call."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -71,7 +71,7 @@ class Steps:
 
 
 def run_rank(name: str, backend: str, results: str) -> None:
-    """One rank of a client, its place in the environment; writes losses and seconds to a file."""
+    """Run one rank of a client, numbered by the environment, and write its losses and seconds."""
     import torch
     import torch.distributed as dist
 
@@ -85,7 +85,7 @@ def run_rank(name: str, backend: str, results: str) -> None:
 
 
 def run_backend(name: str, backend: str, ranks: int) -> list[dict[str, list[float]]]:
-    """What every rank of a client kept, by rank."""
+    """Return the losses and seconds of every rank of a client."""
     from support import free_port  # not in ranks: it imports interlace, which torch is to find
 
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
@@ -125,7 +125,7 @@ def run_backend(name: str, backend: str, ranks: int) -> list[dict[str, list[floa
 
 
 def difference(ours: list[Any], theirs: list[Any]) -> float:
-    """The largest relative one between losses, over ranks and steps; 0 if all bits are equal."""
+    """Return the largest relative difference of losses over ranks and steps; 0 if all bits are equal."""
     pairs = [
         pair
         for our, their in zip(ours, theirs, strict=True)
@@ -170,13 +170,13 @@ def run(name: str, ranks: int, rounds: int) -> dict[str, Any]:
 
 
 def right(row: dict[str, Any]) -> bool:
-    """Whether losses are equal, as far as they have to be, and fall."""
+    """Return whether losses are as equal as the client asks, and fall."""
     bound = 0.0 if row["ranks"] == 2 else BOUND
     return not row["failed"] and row["difference"] <= bound and row["last"] < row["first"]
 
 
 def cells(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Of one client, by its numbers of ranks; times are those of the fewest."""
+    """Return the cells of one client for its numbers of ranks; times are from the smallest number."""
     row = rows[min(rows)]
     releases = ", ".join(f"{name} {release}" for name, release in row["releases"].items())
     failed = "; ".join(

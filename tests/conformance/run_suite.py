@@ -47,7 +47,7 @@ LIMIT_SECONDS = 1800
 
 @dataclass
 class Results:
-    """What came of torch's tests for one backend, of a world size or of a file."""
+    """Results of torch's tests for one backend, and for a world size or a file."""
 
     backend: str
     what: str
@@ -73,7 +73,7 @@ def label(what: str) -> str:
 
 
 def run(backend: str, what: str, patterns: list[str]) -> Results:
-    """Run the tests in a process of their own, which the suite's module-level settings need."""
+    """Run the tests in a new process, because the suite has settings at module level."""
     start, broken = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results", Path(folder) / "log"
@@ -96,7 +96,7 @@ def run(backend: str, what: str, patterns: list[str]) -> Results:
 
 
 def stored() -> dict[str, set[str]]:
-    """What gloo of this torch passes, by world size; empty if another torch was asked."""
+    """Return the tests that gloo of this torch passes, by world size; empty for another torch."""
     if not STORED.exists():
         return {}
     content = json.loads(STORED.read_text())
@@ -114,7 +114,7 @@ def store(results: list[Results]) -> None:
 
 
 def known(what: str, patterns: list[str]) -> set[str]:
-    """The tests that gloo passes: as stored, or as it does now."""
+    """Return the tests that gloo passes: the stored ones, or those of a run now."""
     if names := stored().get(what):
         return {name for name in names if re.search("|".join(patterns), name)}
     gloo = run("gloo", what, patterns)

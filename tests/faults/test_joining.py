@@ -45,7 +45,7 @@ def ends_at(step: str) -> None:
 
 
 def ends(join: Any, end: Any, victim: int, step: str) -> None:
-    """Rank ``victim`` ends at this step; the others say what they hear, of it or of ops afterwards."""
+    """Rank ``victim`` ends at this step; the others report their errors."""
     meet = rendezvous.meet
 
     def met(store: Any, rank: int, *rest: Any) -> Any:

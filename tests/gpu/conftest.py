@@ -34,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def reports_of(item: pytest.Item, limit: float) -> Sequence[pytest.TestReport]:
-    """What pytest reports of ``item``, which runs in a process of its own for ``limit`` seconds at most."""
+    """Return pytest's reports of ``item``, which runs in a new process for at most ``limit`` seconds."""
     hook, begin = item.config.hook, time.monotonic()
     receiving, sending = os.pipe()
     child = os.fork()

@@ -33,7 +33,7 @@ def made(name: str, rows: int, seed: int, *, weight: bool = False, inner: int = 
 
 
 def product(left: Scaled, right: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, and the bound of an error."""
+    """Return the product in float64, and the bound of an error."""
     a, b = left.dequantize(torch.float64), right.dequantize(torch.float64)
     return a @ b, ERROR * (a.abs() @ b.abs())
 
@@ -85,7 +85,7 @@ def reduces(name: str) -> None:
 
 
 def odd_shapes(name: str) -> None:
-    """One row, one column, and k that is no multiple of a block; a rank without rows."""
+    """Test one row, one column, and a k that is not a multiple of a block; also a rank without rows."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     shapes = ODD_SHAPES if FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
     for inner, rows, columns in shapes:
@@ -121,7 +121,7 @@ def test_reductions_in_sim(name: str, ranks: int) -> None:
 
 
 def experts(name: str) -> None:
-    """Two of the experts for every token; ranks have other numbers of tokens, and bounds or none."""
+    """Every token has two experts; ranks have other numbers of tokens, with bounds and without."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     experts, tokens = 2 * size, (5, 3, 0, 2, 1)[rank]
     x: Any = made(name, tokens, rank)
@@ -179,7 +179,7 @@ def test_experts_in_sim(name: str, ranks: int) -> None:
 
 
 def by_pointers(name: str) -> None:
-    """Where a GPU has no descriptors, or values do not come by them."""
+    """Run as on a GPU without descriptors, or with values that cannot use them."""
     with interlace.configured(descriptors=False):
         gathers(name)
         reduces(name)
@@ -205,7 +205,7 @@ def test_in_processes() -> None:
 
 
 def compiled_code(name: str) -> None:
-    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma; also of one column, and a k of 34."""
+    """Run the PTX of sm_90, where fp8 and bf16 factors use wgmma; also with one column, and a k of 34."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for inner, columns in ((INNER, COLUMNS), (34, 1)):
         shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
@@ -368,14 +368,14 @@ OF_TENSORS = (gather_in_graph, reduction_in_graph, gather_of_torch, reduction_of
 
 
 def filled_with(scales: torch.Tensor, number: float) -> torch.Tensor:
-    """The scales, of which the last of the first row is ``number``."""
+    """Return the scales with ``number`` at the end of the first row."""
     wide = scales.float().clone()
     wide[0, -1] = number
     return wide.to(scales.dtype)
 
 
 def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Values and scales, the weight's too, with what an error says of them."""
+    """Return wrong values and scales, also of the weight, with parts of their errors."""
     left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
     kind, (values, scales), weight = left.kind, (left.values, left.scales), right.values.t()
     of_weight, blocks = right.scales.t(), scales.shape[1]
@@ -413,7 +413,7 @@ def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
 
 
 def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
-    """The same as Scaled."""
+    """Return the same as Scaled."""
     left, weight = made(name, DIVIDED, 0), made(name, COLUMNS, 1).t()
     other = "mxfp8" if name != "mxfp8" else "mxfp4"
     bad = rf"input: scales of {name} must be finite and greater than 0, got nan"
@@ -436,7 +436,7 @@ def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
 
 
 def refusals(name: str) -> None:
-    """Of what is wrong on all ranks, or on the last alone; then all go on."""
+    """Wrong arguments on all ranks, or on the last alone, raise on all; then all ranks continue."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
     fine = left.values, left.scales, right.values.t(), right.scales.t()
@@ -464,7 +464,7 @@ def test_wrong_scales_are_refused_on_all_ranks(name: str) -> None:
 
 
 def tensors_only(x: Any) -> dict[str, Any]:
-    """Calls of ops that take no Scaled."""
+    """Call ops that take no Scaled."""
     plain, norm, chosen = torch.ones(4, INNER), interlace.RMSNorm(), torch.zeros(4, 1).long()
     heads = torch.ones(1, 2, 8)
     out = torch.empty(4 * interlace.get_world_size(), INNER)
@@ -607,7 +607,7 @@ def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
 
 
 def tensors_of_torch(name: str) -> None:
-    """Values and scales apart, as ``torch.nn.functional.scaled_mm`` takes them; also swizzled."""
+    """Pass values and scales separately, like ``torch.nn.functional.scaled_mm``; also swizzled."""
     rank, group = interlace.get_rank(), describe(None, "")[0]
     left = dataclasses.replace(made(name, 4, rank), whole=None)
     right = dataclasses.replace(made(name, COLUMNS, 9, weight=True), whole=None)

@@ -46,7 +46,7 @@ def in_blocks(x: Tensor, name: str, across: int) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, w: Tensor, name: str, *, weight: bool = False) -> Tensor:
-    """``x @ w.T`` of ``(m, k)`` and ``(n, k)``: sums of 128 products, rounded once, added in float32."""
+    """Return ``x @ w.T``: sums of 128 products, each rounded once and added in fp32."""
     across = 128 if weight and name == "fp8_block128" else 1
     (a, of_a), (b, of_b) = in_blocks(x, name, 1), in_blocks(w, name, across)
     total = torch.zeros(len(x), len(w))
@@ -60,7 +60,7 @@ def product(x: Tensor, w: Tensor, name: str, *, weight: bool = False) -> Tensor:
 
 
 def of_rows(left: Sequence[Tensor], right: Sequence[Tensor], name: str) -> Tensor:
-    """``left.T @ right`` of the ranks' rows, in blocks along these, which no two ranks share."""
+    """Return ``left.T @ right`` of the ranks' rows; no two ranks share a block."""
     found = [product(a.T, b.T, name) for a, b in zip(left, right, strict=True) if len(a)]
     return sum(found[1:], found[0])
 
@@ -77,7 +77,7 @@ def matrix(x: Tensor, dim: int) -> Tensor:
 
 
 def close(found: Tensor, left: Tensor, right: Tensor, name: str) -> None:
-    """Within the bound of the format of ``left @ right``, in float64: half a step of either factor."""
+    """Compare with ``left @ right`` in float64, to half a step of the format in either factor."""
     a, b = left.double(), right.double()
     step = {"mxfp8": 2.0**-4, "fp8_block128": 2.0**-4, "mxfp8_e5m2": 2.0**-3}.get(name, 0.3125)
     # The second bound of quantize: of numbers that are small beside the largest of their block.
@@ -175,7 +175,7 @@ def test_gradients_are_within_the_bound_of_the_format(name: str, ranks: int) -> 
 
 
 def step(form: Any, name: str, around: Callable[[Any], Any] = lambda step: step) -> list[Tensor]:
-    """A pair of linear layers and a sum: the result and the gradients."""
+    """Return the result and the gradients of a pair of linear layers and a sum."""
 
     def forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         hidden = functional.wait(form.all_gather_matmul(x, up.t(), format=name))
@@ -227,7 +227,7 @@ def test_the_dtype_of_the_input_is_that_of_results_and_gradients() -> None:
 
 
 def tails(form: Any, scatters: bool, options: dict[str, Any]) -> None:
-    """What follows the product, by torch, and in the op."""
+    """Return the ops after the product, by torch and as options of the op."""
     x, w = noise(interlace.get_rank(), 4, 64), noise(9, 64, 8)
     op = getattr(form, "matmul_reduce_scatter" if scatters else "matmul_all_reduce")
     residual = noise(4, 2 if scatters else 4, 8)

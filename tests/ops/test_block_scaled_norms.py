@@ -26,7 +26,7 @@ WHOLE = torch.ones(())
 
 
 def weight_of(columns: int) -> torch.Tensor:
-    """Numbers of many magnitudes, zeros, and what is no number."""
+    """Return numbers of many magnitudes, zeros, infinities and nan."""
     generator = torch.Generator().manual_seed(columns)
     powers = torch.randint(-9, 9, (columns,), generator=generator)
     weight = torch.randn(columns, generator=generator) * 2.0**powers
@@ -45,19 +45,19 @@ def weight_of(columns: int) -> torch.Tensor:
 
 
 def signs(columns: int) -> torch.Tensor:
-    """Rows whose norm has the numbers of the weight, exactly."""
+    """Return rows whose norm is exactly the weight, up to the sign."""
     generator = torch.Generator().manual_seed(1)
     return 1.0 - 2.0 * torch.randint(0, 2, (ROWS, columns), generator=generator)
 
 
 def right(name: str, columns: int) -> Scaled:
-    """Of all rows."""
+    """Return the right norms of all rows."""
     numbers = signs(columns) * weight_of(columns)
     return quantize(numbers, name, whole=WHOLE if FORMATS[name].whole else None)  # type: ignore[arg-type]
 
 
 def same(found: Any, wanted: torch.Tensor, name: str) -> None:
-    """All bytes of the op's memory; of what is no number the bits are any."""
+    """Compare all bytes of the op's memory; nan may have any bits."""
     assert isinstance(found, Scaled) and found.format == name
     every = torch.empty(0, dtype=torch.uint8).set_(found.values.untyped_storage())  # type: ignore[call-overload]
     rows = every[: wanted.numel()].view(wanted.shape)
@@ -65,7 +65,7 @@ def same(found: Any, wanted: torch.Tensor, name: str) -> None:
 
 
 def without_nan(rows: torch.Tensor, kind: BlockFormat) -> torch.Tensor:
-    """Packed rows with one nan in the place of others."""
+    """Replace packed rows that have a nan."""
     made = rows.clone()
     steps = kind.steps(made.shape[1])
     of_values, of_scales = (steps * each for each in kind.step_bytes)
@@ -79,7 +79,7 @@ def without_nan(rows: torch.Tensor, kind: BlockFormat) -> torch.Tensor:
 
 
 def call(form: Any, op: str, columns: int, **how: Any) -> Any:
-    """The op on this rank; the sum over ranks has the signs, times the number of ranks."""
+    """Call the op on this rank; the sum over ranks is the signs times the number of ranks."""
     x = signs(columns)
     operands = (x, torch.eye(columns)) if op.startswith("matmul") else (x,)
     norm = interlace.RMSNorm(weight_of(columns), eps=0.0)
@@ -163,7 +163,7 @@ def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:
 
 
 def from_operands_to_rows(name: str) -> None:
-    """A product of block-scaled operands whose rows are normed and come in the same format."""
+    """Norm the rows of a product of block-scaled operands in the same format."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     generator = torch.Generator().manual_seed(2)
     x = [quantize(torch.randn(7, 160, generator=generator), name) for _ in range(size)]  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ def test_on_several_nodes(op: str, algorithm: str) -> None:
 
 
 def other_calls(name: str) -> None:
-    """Later, compiled, with another dimension scattered, and where the sum has a gradient."""
+    """Call later, compiled, with another scattered dimension, and with a gradient of the sum."""
     wanted = packed_rows(right(name, 200))
     work = call(interlace, "all_reduce_norm", 200, quantize=name, async_op=True)
     same(work.wait()[0], wanted, name)

@@ -48,7 +48,7 @@ def cells(contract: str, ops: Mapping[str, Op] = BY_NAME) -> list[str]:
 
 
 def matrix(contract: str) -> Callable[..., Any]:
-    """The cells of a contract in both places."""
+    """Return the cells of a contract in both places."""
     in_places = pytest.mark.parametrize("place", PLACES)
     of_ops = pytest.mark.parametrize("op", cells(contract))
     return lambda test: in_places(of_ops(test))
@@ -56,7 +56,7 @@ def matrix(contract: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass
 class Prepared:
-    """An op with the arguments and the right results of all ranks, on one of them."""
+    """An op on one rank, with the arguments and the right results of all ranks."""
 
     op: Op
     setting: Setting
@@ -71,13 +71,13 @@ class Prepared:
         return self.op.begin(resolve(self.group), list({**self.own, **others}.values()))
 
     def through_autograd(self) -> list[Tensor]:
-        """What torch.ops.interlace gives; in the simulator, what stands in for it."""
+        """Return the results of torch.ops.interlace, or of its replacement in the simulator."""
         name, size = describe(self.group)
         made = calls.call(self.op.name, *self.own.values(), size, name)
         return [wait(each) for each in (made if self.op.several else [made])]
 
     def check(self, made: Sequence[Tensor]) -> None:
-        """Values, and the dtypes, shapes and strides that a compiler has been told of."""
+        """Compare values, and the dtypes, shapes and strides that compilers get from the fake kernel."""
         right = contracts.right_results(self.op, self.given, self.setting.size)[self.setting.rank]
         with FakeTensorMode() as mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, list(self.own.values()))
@@ -123,7 +123,7 @@ def check_values(op: str, **how: Any) -> None:
 
 
 def dtypes() -> list[Any]:
-    """Of all ops; but no other than they take of backwards, whose forwards have refused them."""
+    """Return all ops with all dtypes; backwards have supported ones only, as forwards refuse others."""
     pairs = [
         (op, dtype)
         for op, dtype in itertools.product(cells("values"), DTYPES)
@@ -288,9 +288,9 @@ def test_subgroups(place: str, op: str) -> None:
 
 
 class OwnOfAll(torch.autograd.Function):
-    """Of one tensor of each rank this rank's; gradients are those that all ranks have of theirs.
+    """This rank's tensor out of one for each rank; its gradients are those of all ranks.
 
-    Of a lone tensor, which all ranks have alike, the gradient is the sum of all ranks'.
+    A lone tensor is the same on all ranks: its gradient is the sum over ranks.
     """
 
     @staticmethod
@@ -305,7 +305,7 @@ class OwnOfAll(torch.autograd.Function):
 
 
 class AllOfOwn(torch.autograd.Function):
-    """One result of each rank; of the gradients this rank takes its own."""
+    """One result of each rank; the backward takes this rank's gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor) -> tuple[Tensor, ...]:
@@ -323,9 +323,9 @@ def gathered(tensor: Tensor) -> list[Tensor]:
 
 
 def check_gradients(op: str, dtype: torch.dtype) -> None:
-    """torch's gradcheck of the function from all ranks' inputs to all ranks' results.
+    """Check the function from all ranks' inputs to all ranks' results with torch's gradcheck.
 
-    Every rank calls it with the same numbers, so what one changes all change, in step.
+    Every rank calls it with the same numbers, so all ranks change the same number at the same time.
     """
     call = prepared(op, dtype=dtype)
     values, tree = tree_flatten(call.own)
@@ -391,7 +391,7 @@ def test_compiled(op: str) -> None:
 
 
 def of_all_ranks(values: Sequence[Any]) -> Any:
-    """A LocalTensor, or a number that is another on each rank, or what all ranks have alike."""
+    """Return a LocalTensor, a number that differs between ranks, or a value that all ranks share."""
     if isinstance(values[0], Tensor):
         return LocalTensor(dict(enumerate(values)))
     if all(each == values[0] for each in values):
@@ -419,14 +419,14 @@ def test_local_tensor(op: str) -> None:
 
 
 def misused(op: Op) -> list[tuple[str, Any]]:
-    """By argument, what it is not."""
+    """Return wrong values by argument."""
     return [
         (name, wrong) for name in op.kinds if (wrong := contracts.wrong_of(op, name)) is not None
     ]
 
 
 def check_refused(op: str, ranks_wrong: Sequence[int]) -> None:
-    """Each wrong argument raises on all ranks, before any data moves, and the group goes on."""
+    """Each wrong argument raises on all ranks before any data moves, and the group continues."""
     call = prepared(op)
     rank = interlace.get_rank()
     for name, wrong in misused(call.op):

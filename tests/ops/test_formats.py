@@ -20,7 +20,6 @@ from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, FORMATS, FP4_NUMBERS,
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * 2.0 ** torch.randint(
         -8, 8, shape, generator=generator

@@ -70,7 +70,7 @@ def test_a_future_has_the_recorded_result(place: str) -> None:
 
 
 class OwnParameter(torch.nn.Parameter):
-    """As layers have them that put attributes there."""
+    """A parameter with attributes of its layer."""
 
 
 def with_own_parameter() -> tuple[torch.Size, bool]:

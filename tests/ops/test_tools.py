@@ -30,7 +30,7 @@ def public_name(op: str) -> str:
 
 
 def without_tool(ops: Mapping[str, Op]) -> Iterator[str]:
-    """What tools lack, by op."""
+    """Return the ops that tools lack."""
     verified, built = targets(ops), every_kernel()
     checked = {kernel for device in WORLDS for case in cases(device) for kernel in case.kernels}
     listed = {"verify": verified, "bench": MEASURED, "tune": TUNED}

@@ -92,13 +92,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def results(call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, ...]:
-    """The floats among the results, complete."""
+    """Return the floats among the results, after a wait."""
     leaves = [functional.wait(each) for each in tree_leaves(call(*given))]
     return tuple(each for each in leaves if each.is_floating_point())
 
 
 def selective(*saved: str) -> Any:
-    """A policy that saves the results of ops with such names, and no others; nor memory to be filled."""
+    """Return a policy that saves only the results of ops with such names."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         named = str(op).startswith(saved) and "empty" not in str(op)
@@ -132,7 +132,6 @@ def operands() -> list[Tensor]:
 
 
 def found_by(run: Callable[..., Any]) -> list[Tensor]:
-    """Results and gradients."""
     x, w = operands()
     outputs = run(x, w)
     torch.stack([(each**2).sum() for each in outputs if each.requires_grad]).sum().backward()

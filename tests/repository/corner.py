@@ -76,7 +76,7 @@ def commit() -> str:
 
 
 def run(parts: list[str]) -> int:
-    """Run parts and note what they came to; the number of tests that failed."""
+    """Run parts, note their results, and return the number of failed tests."""
     import torch
     import triton
 
@@ -127,7 +127,6 @@ def results() -> list[dict[str, Any]]:
 
 
 def in_page(page: str, made: str) -> str:
-    """``page`` with ``made`` in the place of its table."""
     before, _, rest = page.partition(HEAD)
     after = rest[rest.index("\n\n") + 1 :]
     return before + made + after

@@ -33,7 +33,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _statistics() -> dict[int, tuple[int, float]]:
-    """The parent and the processor seconds of every process, those of its ended children included."""
+    """Return the parent and the processor seconds of every process, including its ended children."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -45,7 +45,6 @@ def _statistics() -> dict[int, tuple[int, float]]:
 
 
 def _tree(root: int) -> dict[int, float]:
-    """The processor seconds of the process and of all its descendants."""
     known = _statistics()
     below = defaultdict(list)
     for pid, (parent, _) in known.items():
@@ -60,7 +59,7 @@ def _tree(root: int) -> dict[int, float]:
 
 
 class Meter:
-    """Of a process that runs tests: writes a line for each file."""
+    """A meter of a process that runs tests; it writes a line for each file."""
 
     def __init__(self, folder: str) -> None:
         self._file = open(pathlib.Path(folder, f"{os.getpid()}.json"), "w")  # noqa: SIM115
@@ -76,7 +75,7 @@ class Meter:
         return time.monotonic(), own, sum(self._compilers.values()), sum(tree.values()) - own
 
     def sample(self, pid: int) -> None:
-        """Note what a compiling process has used."""
+        """Note the processor seconds of a compiling process."""
         try:
             command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

@@ -25,7 +25,7 @@ LITTLE = "--ranks 2 --seeds 1 --schedules 1"
 
 
 def run(script: str, folder: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A step, as a runner has bash run it, with this Python."""
+    """Run a step as a runner's bash does, with this Python."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     if not (programs / "python").exists():

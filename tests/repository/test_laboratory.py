@@ -49,7 +49,7 @@ assert main.run(["verify", "all"]) == 2
 
 @pytest.fixture
 def hidden(tmp_path: pathlib.Path) -> dict[str, str]:
-    """The environment of processes to which the package is not there."""
+    """Return the environment of processes that cannot import the package."""
     there = tmp_path / "interlace_verify/__init__.py"
     there.parent.mkdir()
     there.write_text("raise ModuleNotFoundError('not installed', name=__name__)\n")

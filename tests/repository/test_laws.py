@@ -68,7 +68,7 @@ def pointer_tuples(source: str) -> list[str]:
 
 
 def foreign_calls(source: str) -> list[str]:
-    """Law 10: inline asm and extern calls sit behind an `if` whose every name is UPPER_CASE."""
+    """Law 10: inline asm and extern calls are under an `if` whose names are all UPPER_CASE."""
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
@@ -95,7 +95,7 @@ def foreign_calls(source: str) -> list[str]:
 
 
 def memory_ordering(source: str) -> list[str]:
-    """Law 11: atomics, and `sem=` or `scope=` of any call, are named in kernels/signal.py only."""
+    """Law 11: only kernels/signal.py names atomics, `sem=` and `scope=`."""
     found: list[str] = []
     if not re.search(r"atomic_|\b(sem|scope)\b", source):
         return found
@@ -116,7 +116,7 @@ def memory_ordering(source: str) -> list[str]:
 
 
 def kernel_docstrings(source: str) -> list[str]:
-    """Law 12: a kernel (jitted, named *_kernel) says its ordering and shows an example."""
+    """Law 12: a kernel (jitted, named *_kernel) states its ordering and shows an example."""
     found = []
     for function in jitted(source):
         if function.name.endswith("_kernel"):
@@ -128,7 +128,7 @@ def kernel_docstrings(source: str) -> list[str]:
 
 
 def long_parameter_lists(source: str) -> list[str]:
-    """What belongs together travels together (``kernels/arguments.py``): few parameters are left."""
+    """Related parameters travel together (``kernels/arguments.py``), so that few are left."""
     return [
         f"line {function.lineno}: {function.name} has {len(function.args.args)} parameters"
         for function in ast.walk(ast.parse(source))

@@ -42,7 +42,7 @@ def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
 
 
 def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
-    """What a folder of the plan may import and does not."""
+    """Return the permitted imports of a folder of the plan that it does not have."""
     return [
         f"{folder} -> {name}"
         for folder, allowed in plan.items()
@@ -52,7 +52,7 @@ def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
 
 
 def upward(plan: dict[str, str]) -> list[str]:
-    """What a folder of the plan may import although it comes further down, or nowhere."""
+    """Return the permitted imports of a folder that are later in the plan, or not in it."""
     above: set[str] = set()
     found = []
     for folder, allowed in plan.items():
@@ -74,7 +74,7 @@ def named(text: str) -> tuple[list[str], list[str]]:
 
 
 def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
-    """What names several classes, or a class and another type, in all files; or such of ``words``."""
+    """Return names of several classes, or of a class and another type, in all files; or only ``words``."""
     found = [named(text) for text in texts]
     names = Counter(name for both in found for some in both for name in some)
     return sorted(
@@ -83,7 +83,7 @@ def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
 
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
-    """Statements of an ``__init__.py`` beside its docstring, and its imports and ``__all__``."""
+    """Return statements of an ``__init__.py`` beside its docstring, imports and ``__all__``."""
     first, *rest = house.parsed(text).body
     assert isinstance(first, ast.Expr), "no docstring"
     if may_hand_on:

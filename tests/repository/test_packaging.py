@@ -78,7 +78,7 @@ def eager_greenlet(source: str) -> list[str]:
 
 
 def form_faults(source: str) -> list[str]:
-    """What is wrong with the outer form of one file."""
+    """Return the faults in the outer form of one file."""
     faults = []
     if (lines := source.count("\n")) > MAX_LINES:
         faults.append(f"{lines} lines, more than {MAX_LINES}")

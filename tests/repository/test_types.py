@@ -21,7 +21,7 @@ SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 
 
 def complaints(folder: pathlib.Path, *command: str) -> set[int]:
-    """Lines of the script that a checker, run in ``folder``, finds wrong."""
+    """Return the lines of the script that a checker, run in ``folder``, rejects."""
     shutil.copy(SCRIPT, folder / "script.py")
     done = subprocess.run(
         [sys.executable, "-m", *command, "script.py"], cwd=folder, capture_output=True, text=True

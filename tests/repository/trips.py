@@ -33,9 +33,9 @@ Trip = list[str]
 
 
 def taken(call: Callable[[], Any], end: str = "", *, beyond: bool = False) -> Trip:
-    """The trip of ``call``, up to the first entry of this repository's function ``end``.
+    """Return the trip of ``call`` up to the first entry of this repository's function ``end``.
 
-    ``beyond``: all the way, without what is called within ``end``.
+    With ``beyond`` it goes all the way, without the calls within ``end``.
     """
     trip: Trip = []
     within: list[Any] = []
@@ -98,7 +98,6 @@ def all_reduce(file: str) -> Trip:
 
 
 def trips() -> dict[str, Trip]:
-    """By what is called."""
     found = {
         "all_gather_matmul, shm": interlace.run(fused, 2, "run_interpreted", place="shm")[0],
         "the same with a gradient": interlace.run(

@@ -30,7 +30,7 @@ class HardwareQueues:
         self._made: dict[Hashable, Iterator[int]] = defaultdict(itertools.count)
 
     def of_the_pool(self, context: Hashable, priority: int) -> tuple[Hashable, int, int]:
-        """Which stream of its pool torch hands out next."""
+        """Return the stream of its pool that torch returns next."""
         urgent = int(priority < 0)
         return context, urgent, next(self._turn[context, urgent]) % POOL
 
@@ -50,18 +50,18 @@ class HardwareQueues:
         self._waiting[self._queue_of.get(handle, (None, 0))].append(item)
 
     def may_go_on(self, handle: int, item: Any) -> bool:
-        """Whether ``item``, the first of its stream, has begun or is at the head of its queue."""
+        """Return whether ``item``, the first of its stream, has begun or is at the head of its queue."""
         queue = self._waiting[self._queue_of.get(handle, (None, 0))]
         return all(each is not item for each in queue) or queue[0] is item
 
     def went_on(self, handle: int, item: Any, *, ended: bool) -> None:
-        """``item`` has begun, or ended; a wait has not begun before it has ended."""
+        """Note that ``item`` has begun or ended; a wait begins only at its end."""
         queue = self._waiting[self._queue_of.get(handle, (None, 0))]
         if (ended or not item.blocks) and queue and queue[0] is item:
             queue.pop(0)
 
 
 def hardware_queues(connections: int | None) -> HardwareQueues | None:
-    """So many, or CONNECTIONS; None if each stream has its own."""
+    """Return this many queues, or CONNECTIONS; None if each stream has its own."""
     count = CONNECTIONS if connections is None else connections
     return HardwareQueues(count) if count else None

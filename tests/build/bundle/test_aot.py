@@ -48,7 +48,7 @@ VALUES = {"rank": 1, "world_size": 4, "rows": [4096] * 4, "N": 4096, "K": 8192}
 
 
 def arguments_of(cupy: Any, **changed: Any) -> dict[str, Any]:
-    """What a launch of all_gather_matmul_kernel needs, with changes; None leaves an argument out."""
+    """Return the arguments of a launch of all_gather_matmul_kernel, with changes; None leaves one out."""
     arguments = {
         "peers_ptr": 1 << 20,
         "slot_offset": 1024,
@@ -371,7 +371,7 @@ NUMBERS |= {"WIDTH": 2, "BLOCK_M": 16, "BLOCK": 16, "DATA_ALIGNMENT": 256, "COPI
 
 
 def computed(op: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """All that an op computes of some numbers; names that have none there have one by their letters."""
+    """Compute all values of an op from some numbers; a name without a number gets one from its letters."""
     names, found = {*bundle_formulas.OPS[op], *bundle_formulas.SHARED}, dict[str, Any]()
     given = {name: value for name, value in {**NUMBERS, **changed}.items() if name not in names}
     while names:

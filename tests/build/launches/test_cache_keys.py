@@ -11,7 +11,7 @@ PROGRAM = texts_beside(__file__)["cache keys"]
 
 
 def keys(whose: str) -> list[tuple[dict[str, str], list[str]]]:
-    """What two processes find, of which one asks in the other order."""
+    """Return the keys of two processes; one of them asks for them in the other order."""
     command = [sys.executable, "-c", PROGRAM, whose]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,7 +19,7 @@ CASE = "broadcast, low_latency, 2 ranks"
 
 
 def run(cache: Path, packed: Path, case: str = CASE) -> str:
-    """What ``make gpu-cache`` runs, with the Triton that is here, for one case."""
+    """Run the command of ``make gpu-cache`` for one case, with the installed Triton."""
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--out", packed, "--only", case],
         capture_output=True,

@@ -36,7 +36,7 @@ def run(folder: Path, *part: str) -> Report:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With what was compiled."""
+    """Compile all kernels of the launch sites into a folder."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     return tmp_path_factory.mktemp("stub")

@@ -50,7 +50,7 @@ def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def check_graph(
     call: Callable[..., Any], shapes: Sequence[tuple[int, ...]], parameters: Any = ()
 ) -> None:
-    """A graph that breaks nowhere gives the bits of the eager call, and those of its gradients."""
+    """A graph without breaks must give the bits of the eager call, also of its gradients."""
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
     found = []

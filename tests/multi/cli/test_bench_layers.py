@@ -113,7 +113,7 @@ def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
 
 
 def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
-    """Errors of a result, and of one that is off in one element by 3 %: of each tensor in it."""
+    """Return the errors of a result, and of results with one element changed by 3 %."""
     shape, found = options_of(op), []
     kind: Any = OPS[op]
     sizes = [int(shape[size]) for size in kind.sizes]
@@ -130,7 +130,7 @@ def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
 
 
 def _wrong_scale(op: str, name: str) -> tuple[float, float]:
-    """Errors of a result, and of one of an operand with another scale."""
+    """Return the errors of a result, and of a result with another scale of an operand."""
     kind: Any = OPS[op]
     subject = kind(default_group().place, torch.float32, 8, 16, 160, format=name)
     first, *others = subject.inputs(0)

@@ -44,7 +44,7 @@ SIZES = {"m": 8, "n": 16, "k": 8}
 
 
 def call(op: str, algorithm: str = "auto") -> Any:
-    """Of the sizes of ``SIZES``, as ``tune`` has them."""
+    """Call the op with the sizes of ``SIZES``, as ``tune`` does."""
     kind = TUNED[op]
     sizes = tuple(SIZES.values())[: len(kind.sizes)]
     subject = kind(default_group().place, torch.float32, *sizes)
@@ -52,7 +52,7 @@ def call(op: str, algorithm: str = "auto") -> Any:
 
 
 def told(op: str, file: str, algorithm: str = "auto") -> list[str]:
-    """The algorithms that a call tells a profile of, with ``file`` as the cache."""
+    """Return the algorithms of a call in a profile, with ``file`` as the cache."""
     said: list[str] = []
     with mock.patch.dict(os.environ, {files.VARIABLE: file}):
         tuning.forget()

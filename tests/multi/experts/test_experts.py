@@ -24,7 +24,7 @@ def tokens(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def chosen(rank: int, world_size: int) -> Tensor:
-    """Different experts of each token, of two for each rank; now and then none."""
+    """Each token has different experts, two for each rank, and sometimes none."""
     generator = torch.Generator().manual_seed(50 + rank)
     chance = torch.rand(TOKENS[rank], 2 * world_size + 1, generator=generator)
     return chance.argsort(1)[:, :TOPK] - 1
@@ -53,7 +53,7 @@ def own(rank: int) -> slice:
 
 
 def _rows(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """On two ranks, in a graph: rows in places that do not depend on the routing."""
+    """Rows have places that do not depend on the routing."""
     received, handle = functional.dispatch(
         x, idx, w, 4, num_max_dispatch_tokens_per_rank=MOST, low_latency=True
     )
@@ -68,7 +68,7 @@ def _handled(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 
 def _dropless(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """In a graph the number of rows has no value. Half by combine, half by its fused form."""
+    """In a graph the number of rows has no value. ``combine`` and its fused form take half of them each."""
     received, handle = functional.dispatch(x, idx, w, 4)
     rows = received.x
     expert = torch.searchsorted(received.offsets, torch.arange(rows.shape[0]), right=True)

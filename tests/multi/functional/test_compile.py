@@ -78,7 +78,7 @@ class Wrapped(torch.nn.Module):
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks that send nothing."""
+    """Make a mesh of two ranks that send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -158,7 +158,7 @@ def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
 
 
 class Exported(torch.nn.Module):
-    """Composite ops between collectives: linear, matmul, flatten, a ``to`` that changes nothing, chunk."""
+    """Composite ops between collectives: linear, flatten, chunk, and a ``to`` of no effect."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,8 +144,6 @@ def test_without_gradients(place: str) -> None:
 
 
 class OpNames(torch.utils._python_dispatch.TorchDispatchMode):
-    """The names of the ops that run, in their order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -224,7 +222,7 @@ SUM = [[3.0, 3.0], [3.0, 3.0]]
 
 
 def started(value: float = 1.0) -> torch.Tensor:
-    """An all_reduce under way, of 2 x 2 values that sum to ``value`` times the ranks' sum from 1."""
+    """Start an all_reduce of 2 x 2 values; the sum is ``value`` times the sum of 1 + rank."""
     return functional.all_reduce(torch.full((2, 2), value * (1 + interlace.get_rank())))
 
 
@@ -456,12 +454,12 @@ def test_out_has_any_strides_and_is_given_back() -> None:
 
 
 def saying(text: str) -> str:
-    """An expression for parts of a message in their order; "*" is between them."""
+    """Return an expression for the parts of a message in their order; "*" is between them."""
     return "(?s)" + ".*".join(re.escape(part.strip()) for part in text.split("*"))
 
 
 def check_refused(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    """What ``call`` raises; the group goes on."""
+    """``call`` must raise, and the group must continue."""
     with pytest.raises(kind, match=saying(text)):
         wait(call())
         pytest.fail(f"nothing says {text}")

@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 
 
 def own_value() -> float:
-    """1 on rank 0, 2 on rank 1."""
     return 1.0 + interlace.get_rank()
 
 
@@ -262,7 +261,7 @@ def test_out_and_ops_in_place() -> None:
 
 
 def code_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Any, str]:
-    """The result of ``function``, compiled anew, and Inductor's code from where it is called."""
+    """Compile ``function`` anew; return its result and Inductor's code from the call on."""
     with compiled_anew(**options):
         result, (code,) = run_and_get_code(compiled(function, "inductor"), *inputs)
     return result, code[code.index("def call") :]

@@ -50,7 +50,7 @@ def error(found: Any, right: Any) -> float:
 
 
 def became(*reports: interlace.compile.Report) -> list[tuple[str, int]]:
-    """The op of each collective and how many matmuls it has; "-" of what is left as it is."""
+    """Return the op of each collective and its number of matmuls; "-" if it is not fused."""
     candidates = [each for report in reports for each in report.candidates]
     return [(each.op if each.fused else "-", each.matmuls) for each in candidates]
 
@@ -152,7 +152,7 @@ REASONS = {
 
 
 def strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Lengths and strides; those of dimensions of length 1 mean nothing."""
+    """Return lengths and strides; strides of dimensions of length 1 count as 0."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [(length, stride if length != 1 else 0) for length, stride in pairs]
 

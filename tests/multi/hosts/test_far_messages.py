@@ -37,7 +37,6 @@ LARGE = 16 << 20  # bytes that no kernel keeps for a connection
 
 @pytest.fixture
 def groups() -> Iterator[list[Communicator]]:
-    """Two ranks on one host and one on another."""
     made = members(3, hosts=2)
     yield made
     close(made)
@@ -142,7 +141,7 @@ def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.
 
 
 def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) -> None:
-    """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
+    """Rank 1 has forked a child, which lives on; report rank 0's error after rank 1 is killed."""
     links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
     group = joined(rank, world_size, folder)
     try:
@@ -210,7 +209,7 @@ def test_what_is_no_record_is_an_error(
 
 
 class Narrow:
-    """A connection that takes these numbers of bytes, one after another; for 0 it is full."""
+    """A connection that takes these numbers of bytes, one after another; 0 means that it is full."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts, self.said = counts, b""
@@ -259,7 +258,7 @@ def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
 
 
 class Handler(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 @pytest.mark.parametrize("puts", [True, False])
@@ -321,7 +320,6 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 def streams() -> Iterator[tuple[FarBox, tuple[socket.socket, socket.socket]]]:
-    """As boxes, over connections of TCP; both other ends."""
     records, pieces = connected(), connected()
     yield FarBox(1, records[0], pieces[0], 4096), (records[1], pieces[1])
     for each in (*records, *pieces):

@@ -25,7 +25,7 @@ ELEMENTS = 3_000_000  # a message is under way most of the time
 
 
 def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
-    """Rank 1 loses its connections, and lives; what both are told, who are in an op."""
+    """Rank 1 loses its connections and lives; report the errors of both ranks' op."""
     group = joined(rank, world_size, folder)
     group.barrier()
     if rank == 1:
@@ -51,7 +51,7 @@ def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: Path)
 def moving_for_ever(
     rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
 ) -> None:
-    """Until one rank is gone; what the other is told of that."""
+    """Run ops until one rank has ended; report the other rank's error."""
     group = joined(rank, world_size, folder, timeout=timeout)
     engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
     try:

@@ -37,7 +37,7 @@ from tiers import thorough
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What hosts_scenarios.py says. Its ranks end with its process, and namespaces with their processes."""
+    """Return the output of hosts_scenarios.py. Its ranks and namespaces end with their processes."""
     with started(main, 1, tmp_path_factory.mktemp("hosts")) as (_, (end,)):
         return heard(end)
 

@@ -15,7 +15,7 @@ LONG = timedelta(seconds=600)
 
 
 class Wires:
-    """The links of ``rank``, whose packets come at once."""
+    """The links of ``rank``; packets arrive at once."""
 
     timeout = LONG.total_seconds()
 

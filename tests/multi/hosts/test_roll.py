@@ -13,7 +13,7 @@ BEFORE = 2  # any RESULT of the first attempt is at least this
 
 
 class Wires:
-    """The links of rank 0 of four, which keep what it tells."""
+    """The links of rank 0 of four; they keep its packets."""
 
     rank, world_size, timeout = 0, 4, 60.0
     pids, peers = (100, 101, 102, 103), (1, 2, 3)

@@ -48,7 +48,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """The page's programs, and launchers in ``.bin``: Open MPI if it is installed, else stand-ins."""
+    """The page's programs, and launchers in ``.bin``: Open MPI if it is installed, otherwise stand-ins."""
     pages.prepared(tmp_path, PAGE)
     for block in pages.blocks(PAGE):
         pages.save(block, tmp_path)
@@ -62,12 +62,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def only(variables: Mapping[str, str] | None = None) -> Any:
-    """An environment of these variables alone."""
     return mock.patch.dict(os.environ, variables or {}, clear=True)
 
 
 def lines(command: str, folder: Path) -> list[str]:
-    """What the ranks print, in their order. A port is one that is free."""
+    """Return the lines of the ranks in their order; a port is replaced by a free one."""
     text = command.replace("29500", str(free_port()))
     return sorted(pages.run_bash(text, folder).splitlines())
 
@@ -338,7 +337,7 @@ one_op()
 
 
 def failed_under_torchrun(folder: Path, ranks: int, script: str, *arguments: str) -> str:
-    """What torchrun and its ranks print; it blames rank 1."""
+    """Return the output of torchrun and of its ranks; torchrun must blame rank 1."""
     (folder / "fails.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(folder / "fails.py"), *arguments]

@@ -35,12 +35,12 @@ def processes_of_its_own() -> None:
 
 
 class LateError(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 @contextmanager
 def signalled() -> Iterator[None]:
-    """A signal comes once a message is waited for; its handler raises LateError."""
+    """A signal comes during a wait for a message; its handler raises LateError."""
 
     def send() -> None:
         while not any(each.awaited for each in list(mail._mails)):
@@ -59,7 +59,7 @@ def signalled() -> Iterator[None]:
 
 
 def receive() -> None:
-    """With a bound, which rank 1 needs: two that wait for each other would be a deadlock."""
+    """Receive with a bound: without one, two ranks that wait for each other would be a deadlock."""
     work = interlace.irecv(torch.zeros(1), 1 - interlace.get_rank())
     work.wait(timeout=600)
 

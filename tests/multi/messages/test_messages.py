@@ -30,7 +30,7 @@ NOBODY = -1
 
 
 class LateError(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 def own_engine(group: Any = None) -> HostEngine:
@@ -40,7 +40,7 @@ def own_engine(group: Any = None) -> HostEngine:
 
 
 def by_python(rank: int) -> None:
-    """The group of this run moves pieces by Python on this rank."""
+    """On this rank, the group of this run moves pieces by Python."""
     if interlace.get_rank() == rank:
         engine = own_engine()
         with mock.patch.object(boxes, "_machine_code", lambda: None):
@@ -107,7 +107,7 @@ def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python:
 
 
 def no_memory() -> Any:
-    """Within it there is no memory to keep a message."""
+    """Allow no memory for kept messages."""
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     return mock.patch.object(matching.torch, "empty", side_effect=error)
 
@@ -157,9 +157,10 @@ def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
 
 
 def interrupted(call: Callable[[], object], seconds: float, times: list[int]) -> None:
-    """``call`` until it succeeds; ``times`` counts how often a timer's signal ended it by an exception.
+    """Call until it succeeds; ``times`` counts the exceptions of a timer's signal.
 
-    A little later each time: who is interrupted within microseconds of every call comes to nothing.
+    The signal comes a little later each time, because an interrupt within microseconds of every call allows
+    no progress.
     """
 
     def handler(number: int, frame: object) -> None:
@@ -182,7 +183,7 @@ def interrupted(call: Callable[[], object], seconds: float, times: list[int]) ->
 
 
 def interrupted_waits(nbytes: int) -> str:
-    """Rank 1's waits for a message are ended by signals until it comes: it comes, or all hear why not."""
+    """Signals end rank 1's waits for a message until it comes, or all ranks get an error."""
     if interlace.get_rank() == 0:
         time.sleep(0.1)
         try:

@@ -29,7 +29,6 @@ Tensor = torch.Tensor
 
 @contextmanager
 def layers_of_megatron() -> Iterator[Any]:
-    """Megatron-core's module of layers, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
@@ -58,7 +57,7 @@ def init(weight: Tensor) -> None:
 
 
 class ParallelBlock(torch.nn.Module):
-    """A column-parallel layer, built with ``first`` too, and a row-parallel one, with ``second``."""
+    """A column-parallel layer with the options ``first``, and a row-parallel one with ``second``."""
 
     def __init__(self, module: Any, sharded: bool, first: Any = (), second: Any = ()) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class ParallelBlock(torch.nn.Module):
 
 
 def duplicate(layer: Any) -> Any:
-    """A copy of a layer in the same group: those of torch cannot be copied."""
+    """Copy a layer in the same group: torch's groups cannot be copied."""
     group = dist.group.WORLD
     return copy.deepcopy(layer, {id(group): group})
 
@@ -243,7 +242,7 @@ def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Norm(torch.nn.LayerNorm):
-        """Megatron has none of its own for sequence shards without APEX or Transformer Engine."""
+        """Without APEX and Transformer Engine, Megatron has no norm for sequence shards."""
 
         def __init__(
             self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any

@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
 
 @dataclass
 class LayerCase:
-    """``layer`` and ``reference`` make modules; ``takes`` and ``gives`` say which part a rank has."""
+    """``layer`` and ``reference`` make modules; ``takes`` and ``gives`` name the part of a rank."""
 
     layer: Callable[..., nn.Module]
     reference: Callable[[], nn.Module]
@@ -70,7 +70,6 @@ def of_kind(kind: Any, *sizes: Any, **options: Any) -> Callable[..., Any]:
 
 
 def sharded(options: dict[str, Any]) -> str:
-    """The part of activations between layers."""
     return SEQUENCE if options.get("sequence_parallel", True) else WHOLE
 
 
@@ -165,7 +164,6 @@ CASES = {
 
 
 def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> torch.Tensor:
-    """The calling rank's part of what all of them have."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     if kind == WHOLE:
         return tensor
@@ -177,7 +175,7 @@ def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> 
 
 
 def close(found: Any, expected: Any, what: str) -> None:
-    """Sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
+    """The bound is for sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
     torch.testing.assert_close(
         found, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
     )
@@ -295,7 +293,7 @@ def some_input() -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of two microbatches."""
+    """Return the gradients of two microbatches."""
     for factor in (1.0, -0.5):
         (model(some_input() * factor) ** 2).sum().backward()
     return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}

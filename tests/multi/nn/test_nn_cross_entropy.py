@@ -28,7 +28,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
 def compare(
     classes: int = CLASSES, *, dtype: torch.dtype = F64, ignored: bool = True, **options: Any
 ) -> None:
-    """Loss and gradient; the reference is in float64, of the logits as they were rounded."""
+    """Compare loss and gradient with a reference in float64 of the rounded logits."""
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(*TOKENS, classes, generator=generator, dtype=F64) * 4).to(dtype)
     target = torch.randint(classes, TOKENS, generator=generator)

@@ -18,7 +18,7 @@ def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_gather(name: str, async_op: bool, return_gathered: bool) -> None:
-    """An all-gather + matmul with an activation on the first of two weights, and a bias on it."""
+    """The first of two weights has an activation and a bias."""
     rank = interlace.get_rank()
     shards = leaves(*[noise(each, 1, (3, 5)) for each in range(WORLD)])
     first, second, bias = leaves(noise(9, 2, (5, 4)), noise(9, 3, (5, 6)), noise(9, 4, (4,)))

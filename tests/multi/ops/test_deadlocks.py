@@ -26,12 +26,12 @@ FEW = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def no_threads_of_other_tests() -> None:
-    """New processes: with a thread that is none of interlace's it is a warning."""
+    """Start new processes: a thread of another library would make a deadlock a warning."""
     default_pool.close()
 
 
 def summed(*groups: Any) -> str:
-    """The error of an all_reduce of each of these groups, one after another; empty if there is none."""
+    """Return the error of an all_reduce in each of these groups, one after another; "" if there is none."""
     try:
         for group in groups:
             interlace.all_reduce(torch.ones(FEW), group=group)
@@ -41,7 +41,7 @@ def summed(*groups: Any) -> str:
 
 
 def two_orders(groups: list[Any]) -> str:
-    """The last rank calls the ops of two groups in another order than the others, and then leaves them."""
+    """The last rank calls the ops of two groups in another order than the others, and then closes them."""
     last = interlace.get_rank() == interlace.get_world_size() - 1
     try:
         return summed(*groups[:: -1 if last else 1])
@@ -94,7 +94,7 @@ def test_in_a_group_of_several_hosts() -> None:
 
 @contextlib.contextmanager
 def logged() -> Iterator[tuple[list[str], threading.Event]]:
-    """What is logged, and whether anything was."""
+    """Return the log, and whether it has an entry."""
     texts: list[str] = []
     anything = threading.Event()
     handler = logging.Handler()

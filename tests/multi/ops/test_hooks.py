@@ -21,7 +21,7 @@ everywhere = pytest.mark.parametrize(("place", "hosts"), [("sim", 1), *in_proces
 
 
 class Seen:
-    """What hooks have seen: ("before" or "after", op, names of inputs, names of outputs)."""
+    """The calls of hooks: ("before" or "after", op, names of inputs, names of outputs)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, interlace.HookedOp]] = []

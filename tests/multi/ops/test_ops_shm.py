@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2}
 
 
 def operands(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Shard and weight of an all-gather + matmul, activations and weight of a matmul + reduce."""
+    """Return shard and weight of an all-gather + matmul, activations and weight of a matmul + reduce."""
     generator = torch.Generator().manual_seed(1 + rank)
     shard = torch.randn(17 + 3 * rank, 40, generator=generator).to(dtype)
     activations = torch.randn(2 * world_size + 5, 24 + rank, generator=generator).to(dtype)
@@ -69,7 +69,7 @@ def test_collectives(algorithm: Any) -> None:
 
 
 def _started(call: Callable[..., Any]) -> Callable[[], Any]:
-    """The wait for it, which raises what the start did: the op before may have failed by then."""
+    """Return the wait for a call, which raises an error of its start: the op before may have failed."""
     try:
         return call(async_op=True).wait
     except interlace.InterlaceError as error:

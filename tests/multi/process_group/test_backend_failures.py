@@ -127,7 +127,7 @@ def test_roots_and_peers_that_are_no_ranks() -> None:
 
 
 def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool:
-    """Whether groups that nobody closed leave no descriptor and no thread, with ops that are pending."""
+    """Return whether groups with pending ops that nobody closed leave no descriptor and no thread."""
 
     def left() -> int:
         gc.collect()

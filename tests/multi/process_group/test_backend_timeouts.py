@@ -115,7 +115,7 @@ def test_every_method_with_options_is_in_that_table() -> None:
 
 
 def nobody_comes(call: Callable[[Any], Any]) -> None:
-    """``call(group)`` on rank 0 ends, itself or when waited for, after ``SHORT``; rank 1 never comes."""
+    """``call(group)`` on rank 0, or its wait, must end after ``SHORT``; rank 1 never calls."""
     store, gone = HashStore(), threading.Event()
 
     def on_rank(rank: int) -> None:

@@ -25,7 +25,6 @@ FOR_A_PROFILE = "run", "transfer"  # what stands in a group's way while one is t
 
 
 def names_in(profile: torch.profiler.profile) -> list[str]:
-    """Names of this library's ranges."""
     names = [event.name for event in profile.events()]
     return [name[len(OURS) :] for name in names if name.startswith(OURS)]
 
@@ -62,7 +61,7 @@ def test_algorithms_on_streams_are_in_a_profile_and_again_where_they_are_waited_
 
 
 def profiled() -> tuple[list[str], list[str]]:
-    """Names in a profile of some ops; what is left of it in their groups."""
+    """Return the names in a profile of some ops, and the ranges that their groups keep."""
     group = interlace.new_group()
     with torch.profiler.profile() as profile:
         interlace.all_gather_matmul(

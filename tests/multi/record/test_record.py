@@ -38,19 +38,18 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True, scope="module")
 def new_processes() -> None:
-    """Groups that have failed stay until their errors are collected, and are in what is written then."""
+    """Failed groups exist until their errors are freed, and would be in the written files."""
     default_pool.close()
 
 
 def shown(*targets: object) -> list[str]:
-    """What ``inspect`` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         inspect(PlainConsole(), InspectOptions(tuple(map(str, targets))))
     return printed.getvalue().splitlines()
 
 
 def analysed(folder: Path) -> str:
-    """What torch's analyser says of the files in ``folder``."""
+    """Return the output of torch's analyser for the files in ``folder``."""
     (prefix,) = {path.name.partition("_rank_")[0] for path in folder.glob("*_rank_*")}
     command = ["torch.distributed.flight_recorder.fr_trace", str(folder), "-p", f"{prefix}_rank_"]
     done = subprocess.run(
@@ -61,7 +60,7 @@ def analysed(folder: Path) -> str:
 
 
 def records_in(folder: Path) -> dict[int, RankRecord]:
-    """The record of each rank that has written a file, or of which another has."""
+    """Return the record of each rank from its own file or another rank's."""
     found = {int(path.name.rpartition("_")[2]): path for path in folder.glob("*_rank_*")}
     return {rank: read_file(str(path))[-1] for rank, path in found.items()}
 
@@ -230,7 +229,7 @@ def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
 
 
 def stopped(folder: Path, op: str) -> None:
-    """Rank 1 stops itself between two ops; the file with its process id says that it is about to."""
+    """Rank 1 stops itself between two ops; before that it writes its process id to a file."""
     vector, rank = torch.ones(4), interlace.get_rank()
     interlace.all_reduce(vector)
     (folder / f"pid.{rank}.part").write_text(str(os.getpid()))
@@ -366,7 +365,7 @@ def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
 
 
 def called(record: RankRecord) -> list[PastOp]:
-    """The ops after joining, which is one of all ranks, too."""
+    """Return the ops after the join, which is an op of all ranks too."""
     assert record.collectives[0].op.startswith("joining")
     return record.collectives[1:]
 
@@ -400,7 +399,6 @@ def test_messages_between_hosts_are_kept() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In which records are written."""
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     return tmp_path
 

@@ -31,7 +31,7 @@ def test_a_log_that_is_full_begins_anew() -> None:
 
 
 def through(depth: int, kept: FlightRecorder, number: int) -> None:
-    """As interlace's own functions are, of which there are several between a call and the recorder."""
+    """Call the recorder through several functions, as interlace does."""
     if depth:
         through(depth - 1, kept, number)
     else:

@@ -32,7 +32,7 @@ Grouped = Callable[[int], list[Communicator]]
 
 @pytest.fixture(params=["shm", "hosts"])
 def grouped(request: Any) -> Iterator[Grouped]:
-    """Makes groups of so many ranks, on one host or on as many, and closes them."""
+    """Make groups of this many ranks, on one host or on as many, and close them."""
     made: list[Communicator] = []
 
     def make(count: int) -> list[Communicator]:
@@ -84,7 +84,7 @@ def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, who waits has said so, and who is asked has time to answer."""
+    """On every machine, a waiting rank has published its wait, and an asked rank has time to answer."""
     monkeypatch.setattr(blame, "FRESH_SECONDS", LONG)
     monkeypatch.setattr(links, "_ANSWER", LONG)
 
@@ -93,7 +93,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def expire(
     patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Sequence[Communicator], int], None]:
-    """Lets the clock jump past the bounds of all waits, once ``groups`` wait for ``late``."""
+    """Let the clock jump past the bounds of all waits after ``groups`` wait for ``late``."""
     ahead = [0.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + ahead[0]})
     for module in (waiting, mail, links):

@@ -59,7 +59,7 @@ EVERY_DTYPE = (
 
 
 def sizes(op: str, world_size: int) -> list[int]:
-    """Bytes around everything that changes the way data goes; all of them multiples of 8."""
+    """Return sizes around each change of the data's way; all are multiples of 8."""
     small, medium = SMALL_DATA, MEDIUM_DATA
     if op in ("reduce_scatter", *MOVED_PARTS):
         small, medium = (limit // world_size & ~63 for limit in (small, medium))
@@ -355,7 +355,7 @@ def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
 
 
 def chosen(choice: WriteChoice, ops: int, through: float, past: float) -> list[bool]:
-    """What is chosen in so many ops, of which each takes as long as this."""
+    """Return the choices of this many ops that take these times."""
     ways = []
     for _ in range(ops):
         ways.append(choice.past())
@@ -414,7 +414,7 @@ def test_the_last_rank_decides_how_all_write() -> None:
 
 
 def core(folder: Path, number: int, *found: tuple[str, int, str, str]) -> None:
-    """A core's caches as Linux describes them: type, level, size and the cores that share it."""
+    """Write a core's caches as Linux describes them: type, level, size and the cores that share it."""
     for index, values in enumerate(found):
         place = folder / f"cpu{number}/cache/index{index}"
         place.mkdir(parents=True)

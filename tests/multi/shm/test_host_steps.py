@@ -44,7 +44,7 @@ NAN = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 @pytest.fixture(scope="module")
 def one_with_machine_code() -> Iterator[list[Engine]]:
-    """Two ranks, which are threads; one sums with machine code, one without."""
+    """Make two ranks that are threads; one sums with machine code, the other without."""
     meeting = StoreMeeting(HashStore())
     with ThreadPoolExecutor(2) as threads:
 
@@ -62,7 +62,6 @@ def one_with_machine_code() -> Iterator[list[Engine]]:
 
 
 def same_sums(engines: list[Engine], tensors: list[torch.Tensor]) -> bool:
-    """Whether both ranks have the same bits."""
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda e, x: e.all_reduce(Call("sum"), x, "sum"), engines, tensors))
     return same(*tensors)

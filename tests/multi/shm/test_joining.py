@@ -39,7 +39,7 @@ def pair(one: Rendezvous, other: Rendezvous) -> list[Rendezvous]:
 
 @pytest.fixture
 def ends() -> Iterator[list[Rendezvous]]:
-    """Those of two ranks, which know each other's addresses."""
+    """Return the ends of two ranks, which have each other's addresses."""
     made = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
     yield made
     for each in made:
@@ -135,7 +135,7 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rende
 
 
 class Losing(HashStore):
-    """Somebody deletes what rank 1 writes, just before anybody reads it."""
+    """A store that deletes the keys of rank 1 before any read."""
 
     def __init__(self) -> None:
         super().__init__()

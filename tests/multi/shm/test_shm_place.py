@@ -53,7 +53,7 @@ def of_rank() -> ShmPlace:
 
 
 def workspace(op: str) -> Workspace:
-    """A channel of its own, of 16 slots and ELEMENTS int64."""
+    """Make a channel with 16 slots and ELEMENTS int64."""
     place = of_rank()
     slot_offset = HEADER_WORDS * WORD
     data_offset = slot_offset + 16 * WORD
@@ -74,10 +74,10 @@ def launched_wait(space: Workspace) -> KernelLaunch:
 
 
 def ring(wait_for_credits: bool) -> None:
-    """Every round, every rank writes its next rank's data.
+    """Write the next rank's data in every round.
 
-    Rank 1 is slow between waiting and reading, so a producer that does not wait for the credit
-    writes the next round over what rank 1 has still to read.
+    Rank 1 is slow between its wait and its read, so a producer that does not wait for the credit writes the
+    next round over unread data.
     """
     place = of_rank()
     rank, world_size = place.rank, place.world_size
@@ -132,7 +132,7 @@ def exchanges(count: int) -> None:
 
 
 def exchanges_in_one_area(count: int) -> None:
-    """The mutant: both areas in the same place."""
+    """This is the mutant: both areas are at the same place."""
     with mock.patch.object(control, "AREA", 0):
         exchanges(count)
 
@@ -328,7 +328,7 @@ def test_exception_names_its_rank() -> None:
 
 
 class Stubborn(Exception):
-    """Pickles, and does not load."""
+    """An object that can be pickled, but not loaded."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"stubborn {one} {two}")
@@ -465,7 +465,7 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 
 
 def killed_in_a_wait(folder: str) -> None:
-    """Rank 1 dies once everybody waits for it; the others note what they see.
+    """Rank 1 dies after all others wait for it; the others note their errors.
 
     Rank 0 is in an exchange, rank 2 waits for a slot on a stream, rank 3 in an interpreted kernel.
     """
@@ -533,7 +533,7 @@ def test_run_that_does_not_end() -> None:
 
 
 def use_memory(buffers: int) -> tuple[int, int]:
-    """Allocate, close while a tensor is still held, then drop it. Resources during all that."""
+    """Allocate, close while a tensor exists, then free it. Return the resources during this."""
     place = of_rank()
     tensors = [place.allocate(1 << 16).peer_bytes for _ in range(buffers)]
     place.exchange(b"", "everyone has mapped")
@@ -558,7 +558,7 @@ def test_nothing_is_left() -> None:
 
 
 def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[str]":
-    """A Python of its own that runs ``text``, which is a file; with pipes for what it says."""
+    """Start a new Python that runs ``text`` as a file, with pipes for its output."""
     (folder / "script.py").write_text(text)
     return subprocess.Popen(
         [sys.executable, "script.py"],

@@ -35,7 +35,7 @@ on_hosts = pytest.mark.parametrize("hosts", [1, 2])
 
 
 def sum_of_ranks(rank: int) -> float:
-    """Of the numbers that ranks had at first, over the default group."""
+    """Return the sum of the first numbers of ranks over the default group."""
     whole = torch.tensor([float(rank)])
     interlace.all_reduce(whole)
     return whole.item()
@@ -51,7 +51,7 @@ def install(rank: int, world_size: int, folder: str, hosts: int, timeout: float 
 def going_on(
     rank: int, world_size: int, folder: str, said: Any, hosts: int = 1, timeout: float = LONG
 ) -> None:
-    """Calls ops, shrinks when a rank has died, and says who is left each time, until it is alone."""
+    """Call ops, shrink after each death, and report the survivors each time until one is left."""
     install(rank, world_size, folder, hosts, timeout)
     while True:
         try:
@@ -75,7 +75,7 @@ def going_on(
 
 
 def to_the_last(world_size: int, folder: Path, seed: int, hosts: int = 1) -> int:
-    """Kills ranks at random moments, some at once, until one is left; how many were killed."""
+    """Kill ranks at random moments, some at once, until one is left; return the number of kills."""
     chance, killed = random.Random(seed), 0
     with started(going_on, world_size, folder, hosts) as (processes, ends):
         alive = list(range(world_size))
@@ -139,7 +139,7 @@ MOMENTS = ["after coming", "after its card", "joined", "said so"]
 
 
 def end_at(when: str, hosts: int) -> None:
-    """This process ends at that point of the first attempt to go on."""
+    """End this process at that point of the first shrink."""
     roll: Any = MemoryRoll if hosts == 1 else HostsRoll
     cards, say = MemoryMeeting.cards, roll.say
 
@@ -185,7 +185,7 @@ def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
 
 
 def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, timeout: float) -> None:
-    """Calls ops until one fails, then shrinks: what it says, and who is left; or why not."""
+    """Call ops until one fails, then shrink; report the error and the survivors, or the reason for none."""
     install(rank, world_size, folder, hosts, timeout)
     interlace.barrier()
     said.send("up")
@@ -267,7 +267,7 @@ def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
 
 
 def again_and_again(times: int) -> list[tuple[int, int, int]]:
-    """Shrinks a group that has lost nobody; descriptors, threads and mappings before, half-way, after."""
+    """Shrink without a loss; return descriptors, threads and mappings before, half-way and after."""
     found = []
     for number in range(times + 1):
         interlace.shrink()
@@ -328,7 +328,7 @@ def test_a_group_is_over_when_it_was_shrunk() -> None:
 
 
 class OfOthers(Patience):
-    """Patience that is at its end when only rank 0 has not come."""
+    """A patience that ends when only rank 0 has not come."""
 
     def step(self, doing: str, waited_for: Sequence[int], ready: Any = None) -> None:
         self._timeout = 0.0 if list(waited_for) == [0] else LONG
@@ -365,7 +365,7 @@ def test_ranks_that_mean_different_groups_hear_so(hosts: int) -> None:
 
 
 def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, hosts: int) -> None:
-    """torch's groups, whose store rank 0 serves, after rank 0 has died; rank 1 is not in one of them."""
+    """Test torch's groups, whose store dead rank 0 has served; one group is without rank 1."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INTERLACE_SECRET="of of_torch"
     )

@@ -35,7 +35,6 @@ def listed(write: Write, *, spin: bool = False) -> Steps:
 
 
 def words(*values: int) -> tuple[torch.Tensor, list[int]]:
-    """Words of memory, and their addresses."""
     memory = torch.tensor(values, dtype=torch.int64)
     return memory, [memory.data_ptr() + 8 * number for number in range(len(values))]
 
@@ -44,7 +43,7 @@ def words(*values: int) -> tuple[torch.Tensor, list[int]]:
 
 
 def numbers(dtype: torch.dtype, seed: int, count: int) -> torch.Tensor:
-    """Numbers of every size that the dtype has; of infinities only the positive one, and no NaN."""
+    """Return numbers of every size of the dtype, without NaN and with positive infinities only."""
     generator = torch.Generator().manual_seed(seed)
     size = dtype.itemsize
     raw = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)

@@ -39,7 +39,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Small whole numbers, other ones on each rank: sums of products of them are exact."""
+    """Return small whole numbers that differ between ranks: sums of products of them are exact."""
     generator = torch.Generator().manual_seed(100 * interlace.get_rank() + seed)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
@@ -141,7 +141,7 @@ def check(
     values: bool = True,
     compared: Sequence[str] = ("shape", "dtype", "stride"),
 ) -> None:
-    """The outputs agree in shapes, strides, dtypes and numbers."""
+    """Outputs must agree in shapes, strides, dtypes and numbers."""
     for number, (mine, theirs) in enumerate(zip(leaves(got), leaves(expected), strict=True)):
         here = f"{about}, output {number}: {mine} instead of {theirs}"
         if mine is None or theirs is None:
@@ -160,7 +160,7 @@ def on_meta(value: Any) -> Any:
 
 
 def check_against_torch(makers: Sequence[Makers]) -> int:
-    """Ours are as torch's fallbacks, and as torch's fake kernels tell its compiler; the number of cases."""
+    """Compare with torch's fallbacks, and with torch's fake kernels; return the number of cases."""
     group: Any = dist.group.WORLD
     cases = [case for maker in makers for case in maker(group.group_name)]
     for op, title, args, options in cases:
@@ -241,7 +241,7 @@ def test_collectives(backend: str) -> None:
 
 
 class GatherLinear(torch.autograd.Function):
-    """A layer as torchtitan's: the fused ops by group name, the input gathered again in backward."""
+    """A layer as in torchtitan: the ops have a group name, and the backward gathers the input again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
@@ -284,9 +284,9 @@ def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def inductors_pass() -> Iterator[list[str]]:
-    """Inductor's pass as on a machine with NCCL; a list of the ops that are called.
+    """Enable Inductor's pass as on a machine with NCCL, and return a list of the called ops.
 
-    As of torch 2.15 a group needs no enabling, and the pass asks for an accelerator instead.
+    From torch 2.15 on a group needs no enabling; the pass looks for an accelerator instead.
     """
     calls: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -333,7 +333,7 @@ def test_inductors_own_pass() -> None:
 
 
 def gathered_fp8(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Along ``dim``; of dim 1 as DTensor and torchao do it for fp8."""
+    """Gather along ``dim``; along dim 1 as DTensor and torchao do for fp8."""
     whole = all_gather(x, 0, group)
     if dim == 0:
         return whole
@@ -348,7 +348,7 @@ def scaled_mm(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor
 
 
 def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """By name: the op that Inductor's pass makes of it, or "" if that depends on torch; and its inputs."""
+    """Return by name the op that Inductor's pass makes, or "" if that depends on torch; and the inputs."""
     size, half = dist.get_world_size(), torch.tensor(0.5)
     w, w2, w3 = (numbers(6, n * size, seed=n) for n in (1, 2, 3))
     fp8_w = numbers(16 * size, 32, dtype=FP8, seed=4).t()

@@ -29,7 +29,7 @@ seeds = pytest.mark.parametrize(
 
 
 def neighbours() -> tuple[int, int, int]:
-    """This rank, and those before and after it."""
+    """Return this rank, the rank before it and the rank after it."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     return rank, (rank - 1) % world_size, (rank + 1) % world_size
 
@@ -50,7 +50,7 @@ def push_kernel(buffer_ptrs, rank, world_size, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def put_by_swap(pad_ptrs, rank, world_size, channel, peer):
-    """What put_signal does, as kernels written for torch do it: spin on a compare-and-swap."""
+    """Signal as kernels for torch do: spin on a compare-and-swap."""
     table = pad_ptrs.to(tl.pointer_type(tl.uint64))
     pad = tl.load(table + peer).to(tl.pointer_type(tl.uint32))
     flag = pad + channel * world_size + rank
@@ -61,7 +61,7 @@ def put_by_swap(pad_ptrs, rank, world_size, channel, peer):
 
 @triton.jit
 def wait_by_swap(pad_ptrs, rank, world_size, channel, peer):
-    """What wait_signal does, the same way."""
+    """Wait for a signal by a compare-and-swap."""
     table = pad_ptrs.to(tl.pointer_type(tl.uint64))
     pad = tl.load(table + rank).to(tl.pointer_type(tl.uint32))
     flag = pad + channel * world_size + peer
@@ -72,7 +72,7 @@ def wait_by_swap(pad_ptrs, rank, world_size, channel, peer):
 
 @triton.jit
 def chain_kernel(word_ptr):
-    """Program i waits for program i + 1: one after another, as stock Triton runs them, never ends."""
+    """Program i waits for program i + 1: stock Triton runs programs one after another, and would hang."""
     mine = tl.program_id(0)
     last = tl.num_programs(0) - 1
     if mine != last:
@@ -96,14 +96,14 @@ def handle_of(*size: int, dtype: torch.dtype = torch.float32, group: Any = None)
 
 
 def check_flags_are_down(hdl: Any) -> None:
-    """All pads are as they were, once every rank has finished."""
+    """All pads must be unchanged after every rank has finished."""
     interlace.barrier()
     for rank in range(hdl.world_size):
         assert not hdl.get_signal_pad(rank).view(torch.int32).any()
 
 
 def gather(rounds: int) -> None:
-    """A kernel pushes to all peers, the handle's barrier makes it visible, again and again."""
+    """A kernel pushes to all peers, and the handle's barrier makes the data visible, again and again."""
     world_size = interlace.get_world_size()
     tensor, hdl = handle_of(world_size, 4, 8)
     for number in range(rounds):

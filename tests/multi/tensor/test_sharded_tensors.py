@@ -44,7 +44,7 @@ def grad_of(whole: torch.Tensor, *ranks: int) -> torch.Tensor:
 
 
 def check(sharded: ShardedTensor, whole: torch.Tensor, block: Any, summed_over: Any) -> None:
-    """Values and gradients of ``full_tensor`` and ``gather`` against the whole tensor."""
+    """Compare values and gradients of ``full_tensor`` and ``gather`` with the whole tensor."""
     rank, local = interlace.get_rank(), sharded.to_local()
     assert sharded.shape == whole.shape and torch.equal(local, whole[block])
     full = sharded.full_tensor()

@@ -23,7 +23,7 @@ from tiers import few, thorough
 
 
 class AttentionReading(nn.Module):
-    """q, k and v read the same input; ``reads`` is what the module itself does with it."""
+    """q, k and v read the same input; ``reads`` is the module's own use of it."""
 
     def __init__(self, reads: Callable[[Any], Any] = lambda x: 0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NormedBlock(nn.Module):
 
 
 def attention_plan(kind: Any, prepare: Any = None, local: bool = True) -> dict[str, Any]:
-    """As torchtitan's with ``prepare`` for the module; without, each linear has a shard for its input."""
+    """Return torchtitan's plan with ``prepare`` for the module; without it linears take shards."""
     options = {"input_layouts": Shard(1)} if prepare is None else {}
     linears = {f"attention.w{name}": kind.ColwiseParallel(**options) for name in "qkv"}
     return {
@@ -75,7 +75,7 @@ OF_LINEARS = {"attention.wq": GATHERED, "attention.wk": SHARED, "attention.wv": 
 
 
 def counted() -> Any:
-    """The fused gathers that run in a ``with``."""
+    """Count the fused gathers of a ``with``."""
     real = styles.styles.all_gather_matmul
     return unittest.mock.patch.object(styles.styles, "all_gather_matmul", side_effect=real)
 
@@ -183,7 +183,7 @@ class Doubled(torch.autograd.Function):
 @on_meshes
 def test_a_prepared_input_that_others_read(mesh: DeviceMesh) -> None:
     def local(x: DTensor) -> torch.Tensor:
-        """Its first rows; each rank's loss has a gradient of its own for them."""
+        """Return its first rows; each rank's loss has another gradient for them."""
         return x.to_local(grad_placements=[Partial()])[:, :SEQUENCE].mean()
 
     def check(reads: Callable[[Any], Any], name: str) -> None:
@@ -211,7 +211,7 @@ def test_a_prepared_input_that_others_read(mesh: DeviceMesh) -> None:
 
 
 class Pair(nn.Module):
-    """q and k; ``before`` and ``between`` are what the module does with their input."""
+    """q and k; ``before`` and ``between`` are the module's uses of their input."""
 
     def __init__(self, before: Callable[[Any], Any], between: Callable[[Any], Any]) -> None:
         super().__init__()

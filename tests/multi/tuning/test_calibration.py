@@ -28,7 +28,7 @@ ROWS, INNER, COLUMNS = 64, 64, 8
 
 
 def measurement(latency_us: float, mesh: tuple[int, ...] = (2,)) -> MeasuredMesh:
-    """Every op takes about so long, whatever its size."""
+    """Every op takes about this long at every size."""
     line = (LinkProtocol(0, latency_us, 1000.0),)
     links = [Link(dim, ranks, op, line) for dim, ranks in enumerate(mesh) for op in calibration.OPS]
     return MeasuredMesh(calibration.OWN, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
@@ -36,7 +36,7 @@ def measurement(latency_us: float, mesh: tuple[int, ...] = (2,)) -> MeasuredMesh
 
 @contextmanager
 def reading(variable: str, file: pathlib.Path, about: str) -> Iterator[list[str]]:
-    """This rank reads ``file`` anew; the warnings meanwhile that have ``about`` in them, at the end."""
+    """Read ``file`` anew on this rank; return the warnings that contain ``about``."""
     texts = list[str]()
     with environment(**{variable: str(file)}), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -51,7 +51,7 @@ def reading(variable: str, file: pathlib.Path, about: str) -> Iterator[list[str]
 def reading_calibration(
     folder: pathlib.Path, latency: float | None
 ) -> AbstractContextManager[list[str]]:
-    """A calibration of this rank; None: there is none."""
+    """Read a calibration of this rank; None means that there is none."""
     file = folder / f"{interlace.get_rank()}.json"
     if latency is not None:
         calibration.add(measurement(latency), file)
@@ -134,7 +134,7 @@ def print_nothing(done: int, total: int) -> None:
 
 
 def of_noise(times: list[Any]) -> Any:
-    """Raises what is said of noise until each case has six times."""
+    """Raise the error of noise until each case has six times."""
     if len(times[0]["case"]) < 6:
         raise NoisyTimesError("all_gather", 0, "none")
     return times

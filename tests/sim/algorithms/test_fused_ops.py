@@ -36,7 +36,7 @@ WORLDS = st.sampled_from([1, 2, 2, 3, 3, 4, 5, 7])
 
 @dataclass
 class Case:
-    """One call on all ranks. ``lengths`` are the shards' along ``dim``, or one for a scatter."""
+    """One call on all ranks. ``lengths`` are the shards' along ``dim``, or one length for a scatter."""
 
     world: int
     lengths: list[int]
@@ -385,7 +385,7 @@ def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> Non
 
 
 def stated(activation: str, x: float) -> float:
-    """The formula, of one number: torch's vectors have nan for gelu(inf) on some processors."""
+    """Return the formula for one number: torch's vectors give nan for gelu(inf) on some processors."""
     if activation == "relu":
         return x if x > 0 or math.isnan(x) else 0.0
     inside = {

@@ -77,7 +77,7 @@ def on_rank(case: Case) -> Any:
 
 
 def received_rows(case: Case, rank: int) -> list[torch.Tensor]:
-    """By expert of the rank."""
+    """Return the rows by expert of the rank."""
     parts = [case.input(source).split(case.counts[source]) for source in range(case.world)]
     return [torch.cat([part[e] for part in parts]) for e in case.block(rank)]
 

@@ -36,7 +36,7 @@ NODES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 def carried_out(
     nodes: list[int], lines: list[list[list[int]]], rows: int
 ) -> tuple[list[list[set[int]]], Counter[tuple[int, int, int]]]:
-    """Do all ranks' moves, each rank's line by line: what is where, and what went between nodes.
+    """Do all ranks' moves, line by line; return the elements of each rank, and the traffic between nodes.
 
     ``[rank][row]`` of the first are the input elements, ``rank * 10000 + row``, that have been there.
     """
@@ -238,7 +238,7 @@ def test_memory_of_another_node_cannot_be_touched() -> None:
 
 
 def in_flight(op: str, nodes: tuple[int, ...] = TWO, put: str = "stores") -> Callable[[], None]:
-    """Four calls of an op in flight, so that workspaces and slots come round again."""
+    """Run four calls of an op in flight, so that workspaces and slots come round again."""
 
     def on_rank() -> None:
         group = on_nodes(nodes, put)

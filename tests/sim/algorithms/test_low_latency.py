@@ -26,17 +26,16 @@ LOW = {"algorithm": "low_latency"}
 
 
 def small_words(words: int = 8) -> Any:
-    """Programs of few words, so that a few numbers make several."""
+    """Give programs few words, so that a few numbers need several programs."""
     return mock.patch.object(low_latency, "BLOCK_WORDS", words)
 
 
 def compiled(launch: KernelLaunch) -> None:
-    """Let a kernel run as on a GPU: each thread sends and looks for its own word."""
+    """Run a kernel as a GPU does: each thread sends and polls its own word."""
     launch.arguments["COMPILED"] = True
 
 
 def check_three(dtype: torch.dtype, count: int) -> None:
-    """Three ops of one size, one after another."""
     rank, world = interlace.get_rank(), interlace.get_world_size()
     gathered = poison(torch.zeros(world * count, dtype=dtype))
     interlace.all_gather(gathered, payload(rank, 1, (count,), dtype), **LOW)
@@ -97,7 +96,7 @@ def test_memory_that_begins_anywhere() -> None:
 
 
 def set_epochs(finished: int) -> None:
-    """As if every program had ended so many ops; collective."""
+    """Set the number of finished ops of every program; collective."""
     group = default_group()
     group.barrier()
     words = group.arena.words

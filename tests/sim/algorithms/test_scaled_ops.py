@@ -30,12 +30,12 @@ def numbers(rank: int, call: int, *shape: int, dtype: torch.dtype = E4M3) -> tor
 
 
 def weight_of(call: int, k: int = K, n: int = N, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """(k, n), contiguous along k, as torch asks for."""
+    """Return a weight of (k, n) that is contiguous along k, as torch requires."""
     return numbers(7, call, n, k, dtype=dtype).t()
 
 
 def scale_of(kind: str, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """One number, equal on all ranks, or one per row or column."""
+    """Return one number, equal on all ranks, or one per row or column."""
     if kind == "tensor":
         return torch.tensor(0.37)
     return noise(rank, 50, shape).abs() + 0.1
@@ -44,7 +44,7 @@ def scale_of(kind: str, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 def check(
     actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor, *roundings: torch.dtype
 ) -> None:
-    """``roundings``: to which dtypes it was rounded on the way, the last first."""
+    """``roundings``: the dtypes of roundings on the way, the last first."""
     for dtype in roundings:
         error = reference.rounded(error, expected, dtype)
     assert reference.worst_ratio(actual, expected, error) <= 1

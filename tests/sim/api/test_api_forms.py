@@ -57,7 +57,7 @@ def test_torch_s_names_and_keywords() -> None:
 
 
 def classes_of(module: Any, model: Any) -> set[str]:
-    """The public classes of ``module`` of which ``model`` has one of the same name."""
+    """Return the public classes of ``module`` whose names are classes of ``model``."""
     return {n for n in module.__all__ if isinstance(getattr(model, n, None), type)}
 
 

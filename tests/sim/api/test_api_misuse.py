@@ -18,7 +18,7 @@ def mine(*values: Any) -> Any:
 
 
 def _gather_over(choose: Callable[[torch.Tensor], Any]) -> None:
-    """The second of two calls, of which the first was right and is remembered."""
+    """Make a right call, which is remembered, and then the wrong one."""
     out = torch.zeros(2, 2)
     interlace.all_gather(out, out[interlace.get_rank()])
     interlace.all_gather(*choose(out))

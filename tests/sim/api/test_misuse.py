@@ -30,12 +30,11 @@ def rank() -> int:
 
 
 def mine(*values: Any) -> Any:
-    """This rank's of ``values``."""
     return values[rank()]
 
 
 def both(first: object, second: object) -> str:
-    """Either rank may report first; both values and both ranks are there, in either order."""
+    """Either rank may report first; the message has both values and both ranks, in either order."""
     a, b = f"{first} on rank 0", f"{second} on rank 1"
     return f"differs between ranks: (?:{a}, {b}|{b}, {a})"
 
@@ -186,7 +185,7 @@ WRONG: dict[str, Case] = {
 
 
 def check(case: Callable[[], Any], kind: type[Exception], pattern: str) -> None:
-    """On every rank, before any data moves."""
+    """Each rank must raise before any data moves."""
     with pytest.raises(kind, match=pattern) as caught:
         case()
     of_the_group = str(caught.value).startswith("group")  # without it a rank has no number

@@ -64,7 +64,6 @@ def test_without_the_second_barrier_data_is_overwritten() -> None:
 
 @triton.jit
 def send_kernel(buffer_ptrs, pad_ptrs, rank, world_size, peer, value, ORDERED: tl.constexpr):
-    """Data and then the flag, from one program."""
     table = buffer_ptrs.to(tl.pointer_type(tl.uint64))
     peer_ptr = tl.load(table + peer).to(tl.pointer_type(tl.float32))
     tl.store(peer_ptr + tl.arange(0, 16), tl.zeros((16,), tl.float32) + value)

@@ -30,7 +30,7 @@ WAYS = COPY_ENGINE, COPIERS, RING, ("ulysses", 0)
 
 
 def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[[], bool]:
-    """Every way in flight in every round; values are others in each."""
+    """Run every way in flight in every round, with new values."""
 
     def on_rank() -> bool:
         places = (
@@ -62,7 +62,7 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
 
 
 def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], bool]:
-    """The gradients by every method, in flight at once; those of the output are others in each round."""
+    """Run the gradients of every method in flight, with new gradients of the output in each round."""
 
     def on_rank() -> bool:
         places = (
@@ -106,7 +106,7 @@ Gpus = Callable[[int], FakeGpu]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """By a seed the stand-in, which is installed; it does more or less of its work at once."""
+    """Install the stand-in of this seed, which runs more or less of its work at once."""
     return lambda seed: install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
 
 

@@ -23,7 +23,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 def cache(
     rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype, value_size: int | None = None
 ) -> list[torch.Tensor]:
-    """Keys and values; ``value_size``: of heads of values, None for that of keys."""
+    """Return keys and values; ``value_size``: of heads of values, None for that of keys."""
     sizes = size, size if value_size is None else value_size
     return [noise(rank, n, (2, tokens, heads, each), dtype) for n, each in enumerate(sizes, 1)]
 
@@ -38,9 +38,9 @@ def check_sequence(
     keys: Any,
     seen: torch.Tensor | None = None,
 ) -> None:
-    """Results of one sequence: ``query`` (new, heads, size), ``keys`` and values (tokens, heads, size).
+    """Compare one sequence: ``query`` (new, heads, size), ``keys`` and values (tokens, heads, size).
 
-    ``seen`` says which token sees which key, all by default.
+    ``seen`` has the keys of each token; by default each token sees all.
     """
     output, lse = (each.unsqueeze(0) for each in made)
     if not len(keys[0]):
@@ -164,7 +164,7 @@ def test_values_of_another_head_size(sizes: tuple[int, int], algorithm: Any) -> 
 
 
 class LargestMade(TorchDispatchMode):
-    """The bytes of the largest storage that an op of torch has made."""
+    """A mode that notes the bytes of the largest storage that an op of torch has made."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -234,7 +234,6 @@ def test_no_sequences_have_no_result(algorithm: Any) -> None:
 
 
 def rounds() -> None:
-    """Calls of growing and shrinking size, behind each other."""
     for call, heads in enumerate((1, 4, 2, 4)):
         q = noise(call, 0, (2, heads, 16), F32)
         keys = [noise(10 * call + interlace.get_rank(), n, (2, 5, heads, 16), F32) for n in (1, 2)]

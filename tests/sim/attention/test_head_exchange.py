@@ -65,7 +65,7 @@ def test_schedules_have_the_same_bits() -> None:
 def _plain(
     name: str, inputs: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What every rank gets, of two ranks' own inputs and weights."""
+    """Return the results of two ranks from the inputs and weights of both."""
     if name == "matmul_all_to_all":
         rows = [x @ w for x, w in zip(inputs, weights, strict=True)]
         return [torch.cat([each[:, 2 * r : 2 * r + 2] for each in rows]) for r in range(2)]

@@ -22,7 +22,7 @@ BACK = TARGETS["attention_backward"].variants["ring fused"]
 
 
 def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., Any]:
-    """A class of ``module`` with this line of its source replaced."""
+    """Return a class of ``module`` with this line of its source replaced."""
     source = inspect.getsource(module)
     assert source.count(old) == 1
     names: dict[str, Any] = {"__name__": module.__name__}
@@ -41,7 +41,7 @@ def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
 
 
 def found(target: Callable[[], Any], world_size: int, kind: str = "") -> bool:
-    """Whether a race is found in some schedule, and is of this kind."""
+    """Return whether some schedule has a race of this kind."""
     for seed in range(6):
         report = races(target, world_size, seeds=[seed])
         if not report.clean:

@@ -142,7 +142,7 @@ def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight() -> None:
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors for "cuda" are the CPU's."""
+    """A mode that makes tensors for "cuda" on the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -38,12 +38,10 @@ def run(
 
 
 def begun(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The steps, in order."""
     return re.findall("^== (.*): status", done.stdout.partition("-- call")[0], re.MULTILINE)
 
 
 def program(folder: pathlib.Path, text: str) -> str:
-    """A program that stands for Python in every step."""
     file = folder / f"program-{len([*folder.glob('program-*')])}"
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)

@@ -17,7 +17,7 @@ SMS = 4
 
 
 class PlayedEvent:
-    """Reached at once, or never."""
+    """An event that is reached at once, or never."""
 
     passes = True
 
@@ -45,7 +45,7 @@ def facts() -> Iterator[Any]:
 
 
 def kernel(late_ns: list[int], sm: int) -> Any:
-    """A kernel whose programs begin so late, all on this SM."""
+    """A kernel whose programs begin this late, all on this SM."""
 
     def run(grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
         sms, begun, _ = (int(each) for each in arguments)

@@ -202,7 +202,7 @@ def test_more_work_takes_longer(op: str, algorithm: str) -> None:
 
 
 def early_reads(op: str, **options: Any) -> list[Any]:
-    """Spans that read something before it was there."""
+    """Return the spans that read data before it was there."""
     case = shape(op, 1024, 1024, 2048, 4)
     log: list[Any] = []
     configuration = configured(case, chunks=2, **options)

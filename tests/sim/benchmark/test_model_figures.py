@@ -83,7 +83,7 @@ def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
 
 
 def result_file(folder: Path, device: str, power: float, link: float, correct: bool = True) -> None:
-    """What gpu.py would have written on a machine of that power and PCIe bandwidth."""
+    """Write the results of gpu.py on a machine with this power and PCIe bandwidth."""
     real = machine("h200-pcie").with_values("assumed: test", power_tflops=power)
     library = module("model.simulation.matmul").library_us
     records = []

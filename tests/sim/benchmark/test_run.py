@@ -16,7 +16,6 @@ def runner() -> Any:
 
 @pytest.fixture
 def wide(runner: Any) -> Any:
-    """A row that is wider than 80 columns."""
     times = {"gloo": 123456.0, "interlace": 104851.0, "copy_": 99999.0, "streamed copy": 87654.0}
     times["OpenMPI"] = 54321.0
     shape = {"bytes": 1 << 30, "dtype": "float32"}

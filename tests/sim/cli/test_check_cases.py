@@ -39,7 +39,7 @@ FIRST = [case.title for case in IN_SIM if case.world_size == 2][:20]
 
 
 def forgotten(device: str) -> set[str]:
-    """Kernels of the catalogue without a case and a reason, kernels with both, and unknown ones."""
+    """Return catalogue kernels without a case and a reason, kernels with both, and unknown ones."""
     run = {kernel for case in cases_of(device) for kernel in case.kernels}
     return {*known.every_kernel()} ^ (run ^ known.WITHOUT[device].keys())
 

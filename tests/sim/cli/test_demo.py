@@ -32,7 +32,7 @@ def printed(options: DemoOptions, width: int = 80, **console: Any) -> tuple[int,
 
 @pytest.fixture(scope="module")
 def small() -> tuple[command.Workload, list[command.CaseResult]]:
-    """Every case on 3 ranks with uneven shards."""
+    """Run every case on 3 ranks with uneven shards."""
     options = DemoOptions(ranks=3, **SMALL)
     work = command.from_text(None, torch.bfloat16, 0, **SMALL)
     return work, [run_case(case, work, options) for case in CASES]

@@ -27,7 +27,7 @@ def of_verify() -> Iterator[str]:
 
 
 def of_catalogue() -> Iterator[str]:
-    """Entries by kernel, dtype and architectures, with a star where these are no default."""
+    """Return entries by kernel, dtype and architectures, with a star if they are not default ones."""
     found: dict[str, list[str]] = {}
     for arch in ARCHES:
         for each in entries(arch):
@@ -42,7 +42,7 @@ def of_catalogue() -> Iterator[str]:
 
 
 def of_check(device: str) -> Iterator[str]:
-    """Cases without their dtypes and ranks, and then these."""
+    """Return cases without their dtypes and ranks, and then these."""
     found: dict[str, dict[str, list[str]]] = {}
     for case in cases(device):
         about = f"{case.op}, {case.variant}, {case.shape}"
@@ -81,7 +81,6 @@ LISTS = {
 
 
 def written() -> dict[str, list[str]]:
-    """The file's lines by heading."""
     found: dict[str, list[str]] = {}
     for line in FILE.read_text("ascii").splitlines():
         if line.startswith("# "):

@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def kernel(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Of a name that no other test has imported."""
+    """Return a kernel with a name that no other test has imported."""
     name = f"ring_sum_{next(NUMBERS)}"
     assert run(["new", "kernel", name, "--folder", str(tmp_path)]) == 0
     return tmp_path / f"{name}.py"

@@ -42,7 +42,7 @@ WRONG = HEAD + TAIL.partition("\nif __name__")[0] + TWO_PROGRAMS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A repository with a wrong file in it."""
+    """Make a repository with a wrong file in it."""
     folder = tmp_path_factory.mktemp("page")
     (folder / ".git").mkdir()
     (folder / "kernels").mkdir()
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def results(folder: pathlib.Path) -> list[JobResult]:
-    """Races of one function, deadlocks of another."""
+    """Check one function with races and another with deadlocks."""
     plan, found = CheckPlan((2,), 1, 1, (90,)), []
     with contextlib.chdir(folder), mock.patch.object(schedule_check, "SHRINK_RUNS", 8):
         for name, check in (("three_rounds", "races"), ("uneven", "schedules")):
@@ -75,7 +75,7 @@ def data_of(path: pathlib.Path) -> Any:
 
 
 def deadlock_of(data: Any) -> int:
-    """The panel of the one deadlock; races of the other function are before it."""
+    """Return the panel of the one deadlock; the races are before it."""
     (number,) = (n for n, p in enumerate(data["panels"]) if p["title"].startswith("DeadlockError"))
     return number
 

@@ -66,7 +66,6 @@ LIKELY = re.compile(r"^ *(from|import) (triton(\.(?!language)| import)|torch\._C
 
 
 def reached_into(text: str) -> list[str]:
-    """The modules of ``INTERNALS`` that a source imports."""
     found: list[str] = []
     if not LIKELY.search(text):
         return found
@@ -264,7 +263,7 @@ def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
 
 
 def releases_of(**versions: str) -> Replacement:
-    """These are installed; and nothing was said yet, by the process that says it."""
+    """Install these versions in a process that has not warned yet."""
     return releases, "installed", versions.__getitem__
 
 

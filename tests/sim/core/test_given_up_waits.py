@@ -39,7 +39,7 @@ WEIGHT = noise(0, 1, (16, 24))
 
 
 class Case(NamedTuple):
-    """An op, the file whose stores have to wait, and how that asks for credit."""
+    """An op, the file whose stores have to wait, and its way to ask for credit."""
 
     call: Callable[[], object]
     file: str
@@ -86,21 +86,21 @@ OPS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The launch of rank 0's kernel and the memory of both ranks, which outlive their run."""
+    """The launch of rank 0's kernel and the memory of both ranks, which survive their run."""
 
     launch: KernelLaunch
     buffer: SymmetricBuffer
     after: list[torch.Tensor]
 
     def again(self) -> None:
-        """Run the kernel, or what stands for it now, on rank 0 alone."""
+        """Run the kernel, or its present replacement, on rank 0 alone."""
         kernel = getattr(sys.modules[self.launch.kernel.fn.__module__], self.launch.name)
         run_alone(replace(self.launch, kernel=kernel))
 
 
 @functools.cache
 def seen(op: str) -> Seen:
-    """``op`` by two ranks. A test of a mutant calls this before, so that the kernel is interlace's own."""
+    """Run ``op`` on two ranks. A test of a mutant calls this first, to have interlace's own kernel."""
     launch, allocate = SimStream.launch, SimPlace.allocate
     launches, buffers = list[KernelLaunch](), list[SymmetricBuffer]()
 
@@ -125,10 +125,10 @@ def seen(op: str) -> Seen:
 def run_again(
     op: str, *, credit: int, void: bool = False, gathered: bool = False
 ) -> tuple[bool, bool]:
-    """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up.
+    """Return whether rank 1's memory has changed, and whether rank 0 has reported a timed-out wait.
 
-    ``void``: a wait of rank 0 was given up before the kernel begins. ``gathered``: of that memory, where
-    normed rows come to lie.
+    ``void``: a wait of rank 0 timed out before the kernel began. ``gathered``: look at the memory of normed
+    rows.
     """
     buffer, arguments = seen(op).buffer, seen(op).launch.arguments
     for part, after in zip(buffer.peer_bytes, seen(op).after, strict=True):
@@ -184,7 +184,7 @@ def test_a_kernel_that_asks_for_no_void_is_seen(tmp_path: pathlib.Path) -> None:
 
 
 class Header:
-    """Ranks 0 and 1 with headers and a slot; rank 0 has finished 6 ops, and so has rank 1."""
+    """Ranks 0 and 1 with headers and a slot; both have finished 6 ops."""
 
     def __init__(self, *, void: bool) -> None:
         words = HEADER_WORDS + 1
@@ -229,7 +229,7 @@ def test_a_void_channel_gives_no_credit_and_tells_so(tmp_path: pathlib.Path) -> 
 
 
 def polls_for_credit(credit: int, *, void: bool = False) -> int:
-    """How often ``wait_credits_kernel`` looks at rank 1's credit, which stays as it is."""
+    """Return the number of polls of ``wait_credits_kernel`` for rank 1's credit, which does not change."""
     header = Header(void=void)
     header.own[CREDIT_WORDS + 1] = credit
     polls = 0

@@ -27,7 +27,7 @@ EPOCH = 3
 
 @contextmanager
 def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """What the first programs of rank 0 do inside the block, by kernel."""
+    """Count the calls of rank 0's first programs in the block, by kernel."""
     found: Counter[tuple[str, str]] = Counter()
     atomic, barrier = Scheduler.atomic, Scheduler.barrier
 
@@ -58,7 +58,7 @@ def wait_alone(peers, missing_ptr, each, epoch):
 
 
 def waited(words: list[int], each: int = 1) -> tuple[int, list[int], Counter[tuple[str, str]]]:
-    """How many slots were missing of those that have ``words``, the record of giving up, and counts."""
+    """Return how many slots were missing among those with ``words``, the timeout record, and the counts."""
     memory = torch.zeros(HEADER_WORDS + len(words) * each, dtype=torch.int64)
     memory[HEADER_WORDS::each] = torch.tensor(words)
     memory[SPIN_LIMIT_WORD] = 10

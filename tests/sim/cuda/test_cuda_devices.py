@@ -17,11 +17,11 @@ from stand_ins.fake_host import gpu_ranks
 
 
 class Asked(Exception):
-    """The group's communicator for GPUs was asked for."""
+    """An exception that shows a request for the group's GPU communicator."""
 
 
 class Refusing:
-    """In place of a process group."""
+    """A stand-in for a process group."""
 
     @property
     def device_communicator(self) -> Communicator:

@@ -46,13 +46,13 @@ def warm_up() -> None:
 
 
 def _limit_where_no_alarm_comes() -> None:
-    """In one queue it stands behind what follows a wait; the wait is bounded all the same."""
+    """With one queue the alarm is behind the next wait, but the wait is bounded."""
     if fake_queues.CONNECTIONS == 1:
         _limit(20)
 
 
 def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
-    """On two ranks; where no alarm comes, the wait says so in the end."""
+    """Run on two ranks; without an alarm the wait itself reports its timeout."""
     with contextlib.ExitStack() as stack:
         if fake_queues.CONNECTIONS == 1:
             stack.enter_context(
@@ -62,7 +62,6 @@ def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
 
 
 def _limit(polls: int) -> None:
-    """Bound the waits of this rank's channels."""
     place = own_place()
     for buffer in place.workspaces():
         place.header(buffer, place.rank)[SPIN_LIMIT_WORD] = polls
@@ -231,7 +230,7 @@ def test_the_first_failure_is_kept() -> None:
 
 
 def _let_run(gpu: FakeGpu, turns: int) -> None:
-    """Also where all that there is to do is to poll."""
+    """Continue even if only polls are left."""
     for _ in range(turns):
         gpu.run_some(1)
 
@@ -273,7 +272,7 @@ def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
 
 
 def _forgetful(wait: Any) -> Any:
-    """The stream does not note that what follows depends on what it waits for."""
+    """The mutant: the stream forgets the wait that the next work depends on."""
 
     def waiting(self: DeviceStream, *args: Any) -> None:
         wait(self, *args)

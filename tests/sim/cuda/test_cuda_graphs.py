@@ -39,7 +39,7 @@ ANY_NUMBER_OF_QUEUES = pytest.mark.usefixtures("connections")
 
 
 def in_place(name: str, *rest: Any, **options: Any) -> Callable[..., torch.Tensor]:
-    """A plain collective on a copy of ``x``; so few bytes take words with their flag by themselves."""
+    """Run a plain collective on a copy of ``x``; few bytes use words with flags by default."""
 
     def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -114,9 +114,9 @@ def right(output: torch.Tensor, expected: list[float]) -> bool:
 
 
 def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
-    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right.
+    """Replay a graph of ``op`` with other inputs and eager calls between; return whether all was right.
 
-    It is captured from its plan, if it has one.
+    The graph is captured from the op's plan, if it has one.
     """
 
     def on_rank() -> bool:
@@ -205,7 +205,7 @@ def test_two_graphs_in_turn() -> None:
 
 
 def _baked(self: DevicePlace, workspace: Any) -> Any:
-    """The host's count of ops goes into a captured graph."""
+    """The mutant: the host's count of ops is a constant of a captured graph."""
     finished = self._epochs[workspace.buffer.addresses[self.rank]]
     return self._stream_words(), finished + 1
 
@@ -227,7 +227,7 @@ def test_the_host_stops_counting_after_a_capture() -> None:
 
 
 def _waits_for_everything(self: DeviceStream, point: Any) -> None:
-    """The control of isolation: points of outside the capture are waited for."""
+    """The control of isolation: a capture waits for points outside of it."""
     self._waiting[(point.target[0], self.target()[1])] = point
 
 

@@ -27,7 +27,7 @@ Log = list[tuple[str, int, str]]
 
 @pytest.fixture
 def log() -> Iterator[Log]:
-    """Pretend that there is a GPU; what ranks prepare and launch, in order."""
+    """Replace the GPU, and log the preparations and launches of ranks in order."""
     entries: Log = []
     known: dict[PreparedLaunch, tuple[int, str]] = {}
 

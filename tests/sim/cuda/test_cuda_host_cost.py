@@ -21,7 +21,7 @@ CALLS = 10_000
 
 @pytest.fixture
 def host_cost() -> Iterator[Any]:
-    """The benchmark, with its stub in place of the driver; this is rank 0 of two, alone on its GPU."""
+    """Return the benchmark with a stub of the driver; this is rank 0 of two, alone on its GPU."""
     if torch.cuda.is_available():
         pytest.skip("the stub is for machines without a GPU")
     benchmark = module("host_cost")
@@ -35,7 +35,7 @@ def blocks() -> int:
 
 
 def kept_by(call: Callable[[], object], times: int) -> int:
-    """Blocks of memory that Python holds more after ``times`` calls than before."""
+    """Return the growth of Python's memory blocks in ``times`` calls."""
     for _ in range(200):
         call()
     before = blocks()
@@ -128,7 +128,7 @@ def functions_entered_by(call: Callable[[], object]) -> int:
 
 
 def other_calls() -> dict[str, Callable[[], object]]:
-    """Functional ones, and ways home for rows whose counts stay on the device."""
+    """Return functional calls, and combines of rows whose counts stay on the device."""
     rows, weight = torch.zeros(8, 16), torch.zeros(2, 16, 8)
     experts = torch.tensor([[0, 3]] * 8)
     x, w = torch.zeros(128, 512), torch.zeros(512, 1024)

@@ -93,7 +93,7 @@ def test_a_bare_process_group_finds_the_store() -> None:
 
 
 class FakeSymmetricMemory:
-    """torch's, by threads: the rounds of its rendezvous, and memory that all of them see."""
+    """torch's symmetric memory for threads: the rounds of its rendezvous, and shared memory."""
 
     def __init__(self) -> None:
         self.stores: dict[int, Any] = {}
@@ -140,7 +140,7 @@ def symmetric() -> Iterator[FakeSymmetricMemory]:
 
 
 def write_to_peers(buffer: Any, host: ThreadHost) -> list[list[int]]:
-    """Every rank writes its number to every rank; what a rank then has."""
+    """Write every rank's number to every rank; return this rank's memory."""
     for peer in range(host.world_size):
         buffer.peer_bytes[peer][host.rank] = 10 + host.rank
     host.exchange(b"", "written")
@@ -204,7 +204,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
 
 
 class FakeCupy:
-    """``cupy.cuda.runtime``, whose handles are addresses; what is allocated, open and freed."""
+    """``cupy.cuda.runtime`` with addresses as handles; it lists allocated, open and freed memory."""
 
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
@@ -319,7 +319,7 @@ def test_without_cupy_the_error_says_what_to_install() -> None:
 
 @pytest.fixture
 def devices() -> Iterator[list[str]]:
-    """Of each rank, the GPU that it has."""
+    """Return the GPU of each rank."""
     uuids = ["a", "b"]
 
     def properties(device: Any) -> SimpleNamespace:

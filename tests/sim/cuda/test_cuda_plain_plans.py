@@ -86,7 +86,7 @@ OPS: dict[str, Op] = {
 
 
 def small(most: int) -> Replacement:
-    """Messages of at most so many bytes go through words that carry their flag, others in workspaces."""
+    """Messages of at most this many bytes use words with flags, others use workspaces."""
     return auto, "LARGEST_LOW_LATENCY_BYTES", most
 
 
@@ -155,7 +155,7 @@ def test_ops_in_turn_and_without_waiting() -> None:
 
 
 def in_place_and_apart() -> None:
-    """The same shapes, first in place and then not, and where input and output overlap otherwise."""
+    """Return calls with equal shapes: in place, not in place, and with other overlaps."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for call in range(4):
         for op in (gathered_in_place, gathered, gathered_in_place):

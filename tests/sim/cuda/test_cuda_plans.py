@@ -33,8 +33,6 @@ def inputs(call: int) -> list[torch.Tensor]:
 
 
 def fused(op: str, *, async_op: bool = False, **options: Any) -> Callable[..., Any]:
-    """The op by its kernel; what it gives, once it is waited for."""
-
     def call(*operands: Any) -> Any:
         result = getattr(interlace, op)(*operands, algorithm="fused", async_op=async_op, **options)
         return result.wait() if async_op else result
@@ -121,7 +119,7 @@ def test_repeated_calls_are_right(op: str, world_size: int) -> None:
 
 
 def repeated_calls(op: str, world_size: int, *faults: Replacement) -> None:
-    """Each is right; all but the first two, which make the plans of both workspaces, are planned."""
+    """All calls are right; all but the first two, which make the plans of both workspaces, are planned."""
     calls = 9
     # alone, the copy engine sends, and is not planned
     planned = calls - 2 if world_size > 1 or "gather" not in op else 0
@@ -272,7 +270,7 @@ def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
 
 
 def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
-    """The addresses of the first call stay in the plan."""
+    """The mutant: the addresses of the first call stay in the plan."""
     return None
 
 

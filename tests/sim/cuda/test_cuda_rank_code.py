@@ -13,7 +13,7 @@ from stand_ins.fake_cuda import FakeGpu, end_current_stream
 
 
 class Synchronized:
-    """``interlace``, of which every call ends once the current stream is through; and its modules."""
+    """``interlace`` and its modules, with a synchronization of the current stream after every call."""
 
     def __init__(self, gpu: FakeGpu, module: Any = interlace) -> None:
         self._gpu, self._module = gpu, module

@@ -38,26 +38,25 @@ RUNS = pytest.mark.parametrize("run", [run_virtual, fake_host.run], ids=["virtua
 
 
 def seeded(seed: int) -> FakeGpu:
-    """One that hurries, or one that does not."""
     return FakeGpu(seed, eager=0.5 if seed % 2 else 0.05)
 
 
 def filled(gpu: FakeGpu, value: float, *shape: int) -> torch.Tensor:
-    """A tensor that gets its value on the current stream, some time."""
+    """Return a tensor that gets its value on the current stream later."""
     tensor = torch.full(shape, torch.nan)
     gpu.do(lambda: tensor.fill_(value))
     return tensor
 
 
 def read(gpu: FakeGpu, tensor: torch.Tensor) -> torch.Tensor:
-    """What ``tensor`` is at this point of the current stream."""
+    """Return the value of ``tensor`` at this point of the current stream."""
     copy = torch.empty_like(tensor)
     gpu.do(lambda: copy.copy_(tensor))
     return copy
 
 
 def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Ops of every kind, synchronous and not, on two streams of the caller; whether all was right."""
+    """Run ops of every kind on two streams of the caller; return whether all was right."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -107,7 +106,7 @@ def holds(seed: int, *faults: Replacement) -> bool:
 
 
 def grouped(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Grouped matmuls of other splits in every round, with gathered rows, asynchronous and not."""
+    """Run grouped matmuls with other splits in every round, with gathered rows, asynchronous and not."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -164,7 +163,7 @@ def test_streams_that_share_hardware_queues(run: Any, world_size: int, connectio
 
 
 def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
-    """Products and sums by kernels of their own."""
+    """Run products and sums in two kernels."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -193,7 +192,7 @@ def test_products_and_sums_in_two_kernels(run: Any, connections: int) -> None:
 
 @contextlib.contextmanager
 def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
-    """All items of one rank before the next rank's first."""
+    """The mutant: all items of one rank come before the next rank's first."""
     with DevicePlace.launching(self):
         self._deferred = []
         try:
@@ -232,23 +231,23 @@ def test_without_stream_memory_operations() -> None:
 
 
 def _no_move(self: DeviceStream, point: Any) -> None:
-    """An op does not come after the one before it, on another CUDA stream."""
+    """The mutant: an op does not wait for the op before it on another CUDA stream."""
 
 
 def _late_start(self: DevicePlace, target: Any) -> None:
-    """The start of an op is recorded when the copy stream first asks for it."""
+    """The mutant: the start of an op is recorded at the copy stream's first use."""
 
 
 def _do_not_hold(self: DevicePlace, event: Any, waiting_for: str) -> None:
-    """``Work.wait()`` lets the caller's stream go on at once."""
+    """The mutant: after ``Work.wait()`` the caller's stream does not wait."""
 
 
 def _nothing_waited(self: DeviceStream, event: Any) -> None:
-    """A stream does not wait for events."""
+    """The mutant: a stream does not wait for events."""
 
 
 def _kept_nowhere(self: DevicePlace, *used: Any) -> None:
-    """Nobody holds what an asynchronous op works with."""
+    """The mutant: no object holds the memory of an asynchronous op."""
 
 
 FAULTS = [
@@ -264,7 +263,7 @@ def test_a_fault_in_the_order_is_found(fault: Replacement) -> None:
 
 
 def _last_word(self: DeviceStream, point: Any) -> None:
-    """Of two points in one stream the one that was mentioned last is waited for, not the later one."""
+    """The mutant: of two points in one stream the last mentioned one is awaited, not the later one."""
     self._waiting[point.target] = point
 
 

@@ -11,7 +11,7 @@ ROWS, WIDTH = 6, 2
 
 
 def entries(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Rows that overlap between ranks, one of them twice; none on rank 2."""
+    """Return rows that overlap between ranks, one of them twice; rank 2 has none."""
     rows = torch.tensor([rank, rank + 1, rank + 1] if rank != 2 else [], dtype=torch.int64)
     values = torch.arange(1.0, 1 + rows.numel() * WIDTH).view(-1, WIDTH).to(dtype) + rank
     return torch.sparse_coo_tensor(rows[None], values, (ROWS, WIDTH), check_invariants=True)
@@ -56,7 +56,7 @@ def test_misuse() -> None:
 
 
 def on_ranks(op: str, *values: torch.Tensor) -> torch.Tensor:
-    """What ranks get that have so many entries of row 0 each, on all ranks."""
+    """Return the results of ranks that each have these entries of row 0."""
 
     def on_rank() -> torch.Tensor:
         own = values[interlace.get_rank()]

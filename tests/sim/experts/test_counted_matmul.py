@@ -156,7 +156,7 @@ READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "_
 
 @contextlib.contextmanager
 def noted_reads() -> Iterator[set[str]]:
-    """Within it, the functions of ops and tests that read a tensor on the host."""
+    """Note the functions of ops and tests that read a tensor on the host."""
     seen: set[str] = set()
 
     def noting(name: str) -> Any:
@@ -177,7 +177,6 @@ def noted_reads() -> Iterator[set[str]]:
 
 
 def counted_layer(algorithm: str) -> None:
-    """Two ops whose counts are on the device."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     x, idx, w = tokens(rank, torch.float32), chosen(rank, world_size), weights(rank)
     m, eye = matrices(world_size).float()[own(rank)], torch.eye(HIDDEN).expand(2, HIDDEN, HIDDEN)

@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass
 class Case:
-    """``tokens`` by rank; ``each`` experts of every rank; ``topk`` slots, some of them without one."""
+    """``tokens`` by rank; ``each`` experts on every rank; ``topk`` slots, some without an expert."""
 
     tokens: list[int]
     each: int = 2
@@ -80,7 +80,7 @@ class Case:
         return Assignment(self.idx(rank), self.experts, self.world, bound)
 
     def rows(self, expert: int) -> list[tuple[int, int, int]]:
-        """(source, token, slot) of the rows of an expert, in their order."""
+        """Return (source, token, slot) of an expert's rows, in their order."""
         found = []
         for source in range(self.world):
             here = (self.idx(source) == expert) & (self.chosen(source).position >= 0)
@@ -88,7 +88,6 @@ class Case:
         return found
 
     def own(self, rank: int) -> slice:
-        """The experts of a rank."""
         return slice(rank * self.each, (rank + 1) * self.each)
 
 
@@ -106,7 +105,6 @@ def dispatched(case: Case) -> Any:
 
 
 def moved(case: Case) -> Any:
-    """Dispatch, then combine of the rows as they are."""
     received, handle = dispatched(case)
     return received, experts.combine(received.x, handle, algorithm=case.algorithm)  # type: ignore[call-overload]
 
@@ -144,7 +142,7 @@ def check_moved(case: Case) -> None:
 
 
 def multiplied(case: Case) -> Any:
-    """Of rows that a dispatch has brought: by its handle, or, if nothing is dropped, by their splits."""
+    """Multiply the rows of a dispatch by its handle, or, if no row is dropped, by their splits."""
     rank = interlace.get_rank()
     own, bias = case.own(rank), case.biases()
     received, handle = dispatched(replace(case, algorithm="unfused"))

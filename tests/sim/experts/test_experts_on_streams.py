@@ -20,7 +20,7 @@ TOKENS, TOPK = 6, 2
 
 
 def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Rows of other numbers in every round, several ops in flight."""
+    """Run several ops in flight, with other numbers of rows in every round."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -80,7 +80,7 @@ Gpus = Callable[..., FakeGpu]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """By a seed the stand-in, which is installed."""
+    """Install the stand-in of this seed."""
     return lambda seed, eager: install(monkeypatch, FakeGpu(seed, eager=eager))
 
 
@@ -122,7 +122,7 @@ ROUNDS, KNOWN = 8, 4
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[str]]:
-    """What makes a host wait where ``of.this`` is set: reads of tensors, messages of others."""
+    """Make the host wait if ``of.this`` is set: in reads of tensors, and in messages of others."""
     of, seen = threading.local(), []
 
     def noted(owner: type, name: str) -> None:

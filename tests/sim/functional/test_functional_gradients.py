@@ -24,7 +24,7 @@ REAL = re.compile(r"matmul|norm|=max|=min")
 
 
 def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
-    """First and second ones, of complex numbers, too."""
+    """Return first and second gradients, also of complex numbers."""
     loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
     first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
     parts = [(each * each).imag if each.is_complex() else each * each for each in first]

@@ -50,7 +50,7 @@ every_op = pytest.mark.parametrize("name", OPS)
 
 
 def ops_of(graph: torch.fx.Graph) -> list[str]:
-    """Names of the ops, those of interlace by their namespace."""
+    """Return the names of the ops; interlace's have their namespace."""
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     names = [t._schema.name for t in targets if isinstance(t, torch._ops.OpOverload)]
     return [name.replace("::", ".").removeprefix("aten.") for name in names]
@@ -63,7 +63,7 @@ def no_group() -> None:
 
 
 class Works(torch.nn.Module):
-    """It starts the op, does something else, and uses the result, or returns it."""
+    """A module that starts the op, does other work, and uses or returns the result."""
 
     def __init__(self, name: str, *, group: Any = TP, uses: bool = True) -> None:
         super().__init__()

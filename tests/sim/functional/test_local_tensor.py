@@ -174,7 +174,7 @@ def test_what_is_no_answer_is_an_error() -> None:
 
 
 class Derived(LocalTensorMode):
-    """Torch does not find a rule for it."""
+    """A subclass for which torch finds no rule."""
 
 
 @ranks(1, place="sim")
@@ -219,7 +219,7 @@ def test_eager_functions_refuse() -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """The usual company of LocalTensor: a default group whose other ranks do not exist."""
+    """Make the usual environment of LocalTensor: a default group whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())

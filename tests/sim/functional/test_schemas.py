@@ -21,12 +21,12 @@ TAKEN: dict[str, Any] = {
 
 
 def taken(kind: str) -> Any:
-    """What a schema takes for an argument of that kind."""
+    """Return the types of arguments that a schema accepts for that kind."""
     return None if kind.endswith("?") else [] if kind.endswith("[]") else TAKEN[kind]
 
 
 def schemas() -> list[str]:
-    """All schemas of ``torch.ops.interlace``, with those that write into ``out`` or into their input."""
+    """Return all schemas of ``torch.ops.interlace``, also those that write into ``out`` or their input."""
     names = [f"{op.name}{form}" for op in OPS for form in ("", "_out", "_")]
     there = [name for name in ("group_size", *names) if hasattr(torch.ops.interlace, name)]
     return [str(getattr(torch.ops.interlace, name).default._schema) for name in there]

@@ -63,7 +63,7 @@ def bits(values: Any) -> Any:
 
 
 def defined(left: Any, right: Any) -> Any:
-    """The product of two matrices by its definition, in Python's floats."""
+    """Multiply two matrices by the definition, in Python's floats."""
     result = np.empty((len(left), right.shape[1]), np.float64)
     for row, column in np.ndindex(*result.shape):
         total = 0.0
@@ -131,7 +131,7 @@ def test_zeros_have_an_order() -> None:
 
 
 def digests() -> dict[str, str]:
-    """Of products and sums of every dtype, among them large ones, for which a BLAS starts threads."""
+    """Return digests of products and sums of every dtype; for large ones a BLAS starts threads."""
     found = {}
     for dtype, (rows, columns, depth) in itertools.product(DTYPES, [(64, 48, 256), (16, 8, 16)]):
         with np.errstate(all="ignore"):
@@ -145,7 +145,7 @@ def digests() -> dict[str, str]:
 
 
 def on_other_processor(variables: str, *command: str) -> str:
-    """What Python prints with these settings; it must succeed."""
+    """Return the output of Python with these settings; it must succeed."""
     for feature, there in (
         ("avx2", torch.cpu._is_avx2_supported), ("avx512", torch.cpu._is_avx512_supported)
     ):  # fmt: skip

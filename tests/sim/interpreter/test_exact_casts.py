@@ -117,7 +117,6 @@ def test_integer_to_bf16_rounds_once(exact: None, source: torch.dtype) -> None:
 
 
 def nearest_even(value: int, digits: int) -> float:
-    """``value`` rounded to ``digits`` binary digits."""
     shift = max(abs(value).bit_length() - digits, 0)
     quotient, rest = divmod(abs(value), 1 << shift)
     half = (1 << shift) >> 1

@@ -18,7 +18,7 @@ I32, I64 = torch.int32, torch.int64
 
 
 def refused(asm: str, match: str, constraints: str = "=r,l") -> None:
-    """Nothing of ``asm`` runs, and the error says why."""
+    """No instruction of ``asm`` runs, and the error has the reason."""
     memory, out = torch.zeros(4, dtype=I32), torch.zeros(1, dtype=I32)
     with pytest.raises(InlineAssemblyError, match=match) as caught:
         interlace.run(lambda: ptx_kernels.on_memory[(1,)](out, memory, asm, constraints), 1)

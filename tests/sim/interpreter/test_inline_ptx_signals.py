@@ -108,7 +108,7 @@ DOWN = ptx_kernels.LOWER.format(sem="acquire", scope="sys")
 
 
 def exchanged(world: int, up: str = UP, down: str = DOWN, meet: bool = True) -> list[list[int]]:
-    """What a rank gets in each of three rounds."""
+    """Return the results of a rank in each of three rounds."""
     memory = symmetric_memory.empty(BLOCKS * world * COUNT, dtype=I32)
     handle = symmetric_memory.rendezvous(memory, None)
     flags, buffers = handle.signal_pad_ptrs_dev, handle.buffer_ptrs_dev

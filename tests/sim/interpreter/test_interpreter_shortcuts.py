@@ -38,7 +38,7 @@ def made(data: Any, dtype: Any, shape: Shape) -> tl.tensor:
 
 
 def tensor(name: str, shape: Shape) -> tl.tensor:
-    """Numbers of both signs, the largest and the smallest among them."""
+    """Return numbers of both signs, with the largest and the smallest among them."""
     count = int(np.prod(shape))
     line = np.arange(count) * 7 % 11 - 3
     data = (line % 2).astype(bool) if name == "int1" else line.astype(NUMBERS[name])
@@ -75,7 +75,7 @@ Cases = dict[str, Callable[[], Any]]
 
 
 class Watching:
-    """Hooks that do what is asked, and keep what they were told."""
+    """Hooks that do their task and keep their arguments."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -100,7 +100,7 @@ class Watching:
 
 
 def told(function: Callable[[], Any]) -> Any:
-    """All there is to know of a result, or how it failed."""
+    """Return all properties of a result, or its error."""
     try:
         made = function()
     except Exception as error:
@@ -117,7 +117,7 @@ def told(function: Callable[[], Any]) -> Any:
 
 
 def results(cases: Cases, *, shortcuts: bool) -> dict[str, tuple[Any, list[Any]]]:
-    """What came out of each case, and what its hooks saw."""
+    """Return the result of each case and the calls of its hooks."""
     found = {}
     hooks = Watching()
     with session(hooks, shortcuts=shortcuts), np.errstate(all="ignore"):  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def results(cases: Cases, *, shortcuts: bool) -> dict[str, tuple[Any, list[Any]]
 
 
 def compare(cases: Cases, times: int = 2) -> int:
-    """How many cases gave a tensor; by default twice with shortcuts, because some are learned."""
+    """Return the number of cases with a tensor; shortcuts run twice, because some are learned."""
     stock = results(cases, shortcuts=False)
     for _ in range(times):
         short = results(cases, shortcuts=True)
@@ -139,7 +139,7 @@ def compare(cases: Cases, times: int = 2) -> int:
 
 
 def combined(call: Callable[..., Any], *choices: dict[str, Any]) -> Cases:
-    """A call with each combination of values, by their names."""
+    """Make a call with each combination of values, by their names."""
     return {
         " ".join(name for name, _ in chosen): partial(call, *(value for _, value in chosen))
         for chosen in itertools.product(*(choice.items() for choice in choices))

@@ -23,7 +23,7 @@ ALL = 1 << 20
 
 
 def late_stores(*how: object) -> bool:
-    """Whether some schedule gives wrong values."""
+    """Return whether some schedule gives wrong values."""
     more = {"store_buffers": True, "workers": 1, "shrink": False}
     return not schedules(kernels.handed_on, 2, *how, n=12, **more).clean
 

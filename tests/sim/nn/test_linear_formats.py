@@ -20,7 +20,7 @@ SHARD, BATCH, IN, OUT = 10, 2, 96, 64
 
 
 def linear_step(name: str, seen: str, **options: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of a column-parallel linear and a row-parallel one, or of the ops."""
+    """Return outputs and gradients of a column-parallel and a row-parallel linear, or of the ops."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     x = noise(rank, 1, (SHARD, BATCH, IN)).requires_grad_()
     up = [noise(rank, 2 + i, (OUT, IN)).requires_grad_() for i in range(2)]
@@ -90,7 +90,7 @@ STEPS = 8
 
 
 def training(name: str | None, around: Callable[[Any], Callable[..., Any]]) -> list[float]:
-    """Losses of a gated block that learns another one, in bfloat16."""
+    """Return losses of a gated block that learns another one, in bfloat16."""
     torch.manual_seed(0)
     wanted = nn.SequenceParallelMLP(32, 64, "silu", gated=True)
     block = nn.SequenceParallelMLP(32, 64, "silu", gated=True, format=name)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def mxfp8(rows: int, columns: int) -> Scaled:
 
 
 def nvfp4(rows: int, columns: int) -> Scaled:
-    """With a scale for each half of the rows, as a merged layer has."""
+    """Return a weight with a scale for each half of the rows, as in a merged layer."""
     made = quantize(noise(0, 4, (rows, columns)), "nvfp4")
     whole = torch.tensor([0.25, 2.0]).repeat_interleave(rows // 2)[:, None]
     return Scaled(made.values, made.scales, "nvfp4", whole)

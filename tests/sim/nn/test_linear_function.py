@@ -43,7 +43,7 @@ def column_step(
     frozen: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Forward and backward of two weights; the input and the weights, with gradients."""
+    """Run forward and backward of two weights; return the input and the weights with their gradients."""
     rank = interlace.get_rank()
     x = noise(rank, 1, (SHARD, BATCH, IN), dtype).requires_grad_(shared)
     if weights is None:
@@ -240,9 +240,9 @@ def test_deferred_gradients_hold_nothing_afterwards() -> None:
 
 @contextmanager
 def recorded(*, at_once: bool = False) -> Iterator[dict[int, list[str]]]:
-    """What each rank starts and waits for, and where it multiplies for a weight's gradient.
+    """Return the starts and waits of each rank, and the matmuls for weight gradients.
 
-    ``at_once``: every op is waited for as soon as it is started, which is what must not be.
+    With ``at_once`` every op is awaited directly after its start, as the negative control.
     """
     events: dict[int, list[str]] = defaultdict(list)
     init, wait, gradient = Work.__init__, Work.wait, linear.weight_gradient

@@ -27,7 +27,7 @@ def tokens(rank: int) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    """Every token through its experts, by the whole parameters."""
+    """Send every token through its experts, by the whole parameters."""
 
     def between(y: torch.Tensor) -> torch.Tensor:
         if not options.get("gated"):
@@ -52,7 +52,6 @@ def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, An
 
 
 def best(scores: list[float], state: dict[str, torch.Tensor], options: dict[str, Any]) -> list[int]:
-    """The experts of a token with these scores."""
     bias = state["expert_bias"].tolist() if "expert_bias" in state else [0.0] * EXPERTS
     ranked = [score + more for score, more in zip(scores, bias, strict=True)]
     groups = options.get("groups", 1)
@@ -65,7 +64,7 @@ def best(scores: list[float], state: dict[str, torch.Tensor], options: dict[str,
 
 
 def stays(chosen: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """1 for rows that are not dropped."""
+    """Return 1 for rows that are not dropped."""
     kept, factor = torch.ones_like(weights), options.get("capacity_factor")
     if factor is None:
         return kept

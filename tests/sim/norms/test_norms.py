@@ -32,7 +32,7 @@ SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "programs": 2}
 
 @dataclass
 class Case:
-    """One call on all ranks, on inputs whose dimension ``dim`` is scattered, or none."""
+    """One call on all ranks; dimension ``dim`` of the inputs is scattered, or none."""
 
     op: str
     algorithm: str = "fused"
@@ -88,7 +88,6 @@ class Case:
         return reference.split(whole, self.world, self.dim)[rank] if self.scattered else whole
 
     def call(self, group: Any = None) -> Any:
-        """The op on this rank."""
         rank, residual = interlace.get_rank(), self.whole_residual()
         matmul = self.op.startswith("matmul")
         own = None if residual is None else laid_out(self.own(residual, rank), self.layout)
@@ -105,7 +104,7 @@ class Case:
         return getattr(interlace, self.op)(*operands, **how)
 
     def total(self) -> reference.Bounded:
-        """The sum with the residual, all rows of it."""
+        """Return all rows of the sum with the residual."""
         ranks, op = range(self.world), "avg" if self.average else "sum"
         inputs = [self.input(rank) for rank in ranks]
         bias = noise(0, 4, (self.columns,), self.dtype) if self.bias else None
@@ -163,7 +162,6 @@ def run(case: Case, **configuration: Any) -> list[Any]:
 
 
 def drawn(seed: int) -> tuple[Case, dict[str, Any]]:
-    """A case at random."""
     pick = random.Random(seed)
     op = OPS[seed % 4]
     matmul = op.startswith("matmul")

@@ -29,13 +29,13 @@ def own_record() -> RankRecord:
 
 
 def ops() -> list[tuple[str, bool]]:
-    """Those of this rank that are no allocation, and whether each has ended."""
+    """Return this rank's ops except allocations, and whether each has ended."""
     found = [(str(op), bool(op.ended)) for op in own_record().collectives]
     return [(op, ended) for op, ended in found if not op.startswith("an allocation")]
 
 
 def looked() -> list[tuple[str, bool]]:
-    """The ops, when the watchdog has seen the headers as they are now."""
+    """Return the ops after the watchdog has read the headers."""
     look()
     torch.cuda.synchronize()
     look()

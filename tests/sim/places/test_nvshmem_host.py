@@ -36,7 +36,7 @@ class FakeGroup:
 
 
 class FakeTorch:
-    """torch's bindings as the processes see them, which are threads here."""
+    """torch's bindings for the processes, which are threads here."""
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes
@@ -116,7 +116,6 @@ class FakeTorch:
 
 @pytest.fixture
 def fake(tmp_path: pathlib.Path) -> Iterator[FakeTorch]:
-    """Four ranks on two nodes, with all that is needed."""
     bindings, stream = FakeTorch([0, 0, 1, 1]), SimpleNamespace(synchronize=lambda: None)
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC")
     with replaced(
@@ -287,7 +286,7 @@ def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
 
 
 def compiled(module: int, *libraries: str) -> Any:
-    """As Triton's, whose metadata comes from JSON."""
+    """Return a compiled kernel as Triton's, with metadata from JSON."""
     metadata = SimpleNamespace(extern_libs=[[name, f"/x/{name}.bc"] for name in libraries])
     return SimpleNamespace(module=module, metadata=metadata)
 

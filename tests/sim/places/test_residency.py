@@ -16,7 +16,7 @@ A, B, C = 1, 2, 3
 
 
 def admitted(known: Residency, group: int, programs: int, *, end: bool = True) -> list[int]:
-    """The streams that an op of ``group``, which runs on stream ``group``, has to wait for."""
+    """Return the streams for which an op of ``group``, on stream ``group``, has to wait."""
     waited = [point.target[0] for point in known.admit(group, programs, (group, 0))]
     if end:
         known.ended(group, (group, 0))
@@ -67,7 +67,7 @@ def test_a_closed_group_is_forgotten() -> None:
 
 
 def two_groups() -> bool:
-    """Asynchronous ops of two groups of the same ranks, all in flight together, known kinds too."""
+    """Run asynchronous ops of two groups of the same ranks in flight together, known kinds too."""
     rank, other = interlace.get_rank(), new_group([0, 1])
     seen = []
     for number in range(4):

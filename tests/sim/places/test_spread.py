@@ -52,7 +52,7 @@ def test_moving_makes_it_even(cores: list[int], allowed: set[int]) -> None:
 def crowded(
     said: list[int], *, between: float = 1e6, refuses: bool = False
 ) -> Iterator[tuple[CoreSpread, list[tuple[int, ...]]]]:
-    """The last rank of four, where cores 0 and 1 are allowed; and what its affinity is set to."""
+    """Return the new affinity of the last rank of four, which may use cores 0 and 1."""
     bound: list[tuple[int, ...]] = []
 
     def bind(_: int, cores: Any) -> None:

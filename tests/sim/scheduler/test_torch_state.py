@@ -27,7 +27,7 @@ def test_modes_are_each_ranks_own(mode: str, seed: int) -> None:
 
 
 def doubled() -> torch.Tensor:
-    """Waits within torch's dispatcher."""
+    """Wait within torch's dispatcher."""
     mine: torch.Tensor = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()])) * 2
     return mine
 
@@ -49,7 +49,7 @@ def test_dispatch_keys_are_left_as_they_were() -> None:
 
 
 def drawn() -> list[float]:
-    """Numbers before and after others had their turn to draw."""
+    """Return random numbers from before and after the turns of other ranks."""
     torch.manual_seed(0)
     found = []
     for _ in range(3):

@@ -13,7 +13,7 @@ from interlace.runtime.places.sim.scheduler import scheduler
 
 @triton.jit
 def counting_wait(flag, looks, AT_MOST: tl.constexpr, SETS: tl.constexpr, WORK: tl.constexpr):
-    """Program 0 waits for the flag, or gives up; program 1 sets it after much else."""
+    """Program 0 waits for the flag, at most AT_MOST polls; program 1 sets it after other work."""
     if tl.program_id(0) == 0:
         seen = 0
         while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0) & (seen < AT_MOST):
@@ -48,7 +48,7 @@ def test_a_wait_that_ends_is_none(at_most: int, sets: bool) -> None:
 
 @triton.jit
 def long_reader(flag, looks, words, READS: tl.constexpr, SETS: tl.constexpr, COUNTS: tl.constexpr):
-    """Program 1 reads the same words for long, and sets the flag then; program 0 waits for it."""
+    """Program 1 reads the same words for long, and then sets the flag; program 0 waits for it."""
     if tl.program_id(0) == 0:
         while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
             if COUNTS:

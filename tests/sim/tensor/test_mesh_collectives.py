@@ -19,7 +19,6 @@ from support import payload
 
 
 def mesh_of(rows: Any) -> DeviceMesh:
-    """On the calling rank."""
     return DeviceMesh("cpu", rows, _init_backend=False, _rank=interlace.get_rank())
 
 

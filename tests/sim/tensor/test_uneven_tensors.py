@@ -32,12 +32,12 @@ def shape(length: int, dim: int) -> tuple[int, ...]:
 
 
 def weighted(tensor: Tensor, call: int) -> Tensor:
-    """A loss that is not linear, so that its gradient shows which values went where."""
+    """Return a loss that is not linear, so that its gradient depends on the values."""
     return (tensor.sin() * noise(9, call, tensor.shape, torch.float64)).sum()
 
 
 def reference(inputs: list[Tensor], function: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
-    """The gradients of ``inputs`` by torch alone."""
+    """Return the gradients of ``inputs`` by torch alone."""
     leaves = [each.clone().requires_grad_() for each in inputs]
     return list(torch.autograd.grad(function(leaves), leaves, allow_unused=True))
 
@@ -46,7 +46,7 @@ def reference(inputs: list[Tensor], function: Callable[[list[Tensor]], Tensor]) 
 
 
 def picks(rank: int, world_size: int) -> list[Tensor]:
-    """Some positions twice, some for several ranks, nothing for the rank itself."""
+    """Return some positions twice, some for several ranks, and none for the rank itself."""
     every = [torch.tensor([0, 1 + rank, 0][: 1 + (rank + r) % 3]) for r in range(world_size)]
     every[rank] = torch.empty(0, dtype=torch.int32)
     return every
@@ -54,7 +54,7 @@ def picks(rank: int, world_size: int) -> list[Tensor]:
 
 @dataclass
 class Moved:
-    """``call`` with this rank's tensor; ``right`` is what a rank gets of all, or None."""
+    """``call`` with this rank's tensor; ``right`` is a rank's result from all tensors, or None."""
 
     call: Callable[[Any, int, int, int], Tensor]
     right: Callable[[list[Tensor], int, int, int], Tensor | None]
@@ -99,7 +99,7 @@ OPS = {
 
 
 def inputs_of(op: str, size: int, dim: int) -> list[Tensor]:
-    """Of a scatter only the root's counts."""
+    """In a scatter only the root's input counts."""
     lengths = LENGTHS[size]
     if op.startswith("scatter"):
         lengths = [sum(lengths)] * size

@@ -43,7 +43,7 @@ GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
 
 
 def row(problem: Problem = GATHER, algorithm: str = "fused", **values: Any) -> CacheRow:
-    """A measurement of the bucket of ``problem``."""
+    """Return a measurement of the bucket of ``problem``."""
     world, rows, columns, inner = tuning.bucket_of(problem)
     kind = (problem.op, tuning.dtype_name(problem), tuning.extents_of(problem))
     return CacheRow(*kind, world, rows, columns, inner, algorithm, {algorithm: values})

@@ -31,7 +31,7 @@ GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 
 
 def with_row(**changes: Any) -> str:
-    """A file whose one row is changed so."""
+    """Return a file whose one row is changed."""
     return with_machine(rows=[{**cache.asdict(ROW), **changes}])
 
 
@@ -79,8 +79,6 @@ def tune(file: pathlib.Path, out: io.StringIO | None = None) -> int:
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """A measurement fails the test."""
-
     def fail(*arguments: Any) -> Any:
         pytest.fail("measured, though nothing can be written")
 

@@ -38,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "16 bit": torch.bfloat16, "fp8 fast": torch.flo
 
 
 def unfounded(source: str) -> str:
-    """What is wrong with the source of a row; "" if nothing is."""
+    """Return the fault in the source of a row; "" if there is none."""
     kind, _, text = source.partition(": ")
     if kind not in ("measured", "model", "published", "assumed") or not text:
         return f"{source!r} is of no kind"

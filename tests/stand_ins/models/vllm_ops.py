@@ -127,7 +127,7 @@ _defined: set[str] = set()
 
 
 def define_ops(schemas: dict[str, str], kernels: Sequence[Callable[..., Any]]) -> bool:
-    """Define each schema's op, computed by the kernel at its place; False if this process has them."""
+    """Define each schema's op with the kernel at its place; return False if this process has them."""
     if _defined.issuperset(schemas):
         return False
     for (name, schema), kernel in zip(schemas.items(), kernels, strict=True):
