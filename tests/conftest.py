@@ -40,7 +40,7 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
     capability = os.environ["ATEN_CPU_CAPABILITY"]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/torchinductor_for_{capability}")
 
-# What somebody has tuned on this machine is not what is tested.
+# Tuned values of this machine must not change the tests.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
 os.environ["INTERLACE_CALIBRATION"] = "off"
 os.environ["INTERLACE_RECORD"] = "off"  # but for tests of it: hundreds provoke failures
@@ -62,7 +62,7 @@ if hypothesis is not None:
 
 gc.disable()  # until all tests are imported: see warmed_up.py
 
-# What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
+# Modules that a rank's process would import in seconds are imported once and forked, without a
 # GPU. A process that is spawned, as it is outside of tests: tests/multi/shm/test_shm_place.py.
 PRELOADED = [
     "interlace.runtime.places.pool",

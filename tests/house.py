@@ -20,7 +20,7 @@ SOURCES = ("kernels", "runtime", "python")
 BESIDE = ("tests", "benchmarks")
 MOST_FILES = 20
 MOST_PARAMETERS = 14
-# What checks kernels without a GPU, counted apart; and what only makes or measures, not the ops themselves.
+# Checks of kernels without a GPU, counted apart; and tools and measurements, which are not part of the ops.
 LABORATORY = ("interlace_verify", "interlace_pytest", "runtime/compiler/lint")
 TOOLS = ("interlace/tools", "interlace/cli", "interlace/benchmark", "runtime/tuning")
 OPS = {
@@ -337,7 +337,7 @@ def floors() -> dict[str, dict[str, set[str]]]:
 def _below(folder: str, top: str) -> str:
     if (
         folder.split("/")[0] == "interlace_verify"
-    ):  # the package is one room above those of interlace
+    ):  # the package is one room above the rooms of interlace
         return "interlace_verify" if top == "interlace" else ""
     return folder.removeprefix(top + "/").split("/")[0] if folder.startswith(top + "/") else ""
 

@@ -1,8 +1,8 @@
 """Mutants, and the checks that catch them: ``python tests/mutant_table.py [--write]``; some minutes.
 
 Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
-docs/explanation/checks.md, between two comments; without, what differs from the document is printed and the
-exit code says whether anything does. It is 1, too, if a mutant is caught by nothing.
+docs/explanation/checks.md, between two comments. Without it, differences from the document are printed. The
+exit code is 1 if there are differences, or if no check catches some mutant.
 """
 
 import argparse

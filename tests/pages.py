@@ -1,32 +1,32 @@
 """The pages that people read, as programs: every fenced block of README.md, CONTRIBUTING.md and docs/.
 
-A page is worked through from top to bottom in a folder of its own, which has links to the repository's
-folders, so that commands which name files below them work. What a page says is what is done:
+A page runs from top to bottom in a new folder with links to the repository's folders, so that commands find
+the files below them. The language of a block decides:
 
-* ``python`` is a file of its own. It is called what the paragraph before says (``Save ... as `mlp.py` ``)
-  or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of
-  the page names it.
-* ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
-* ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by what it prints.
+* ``python`` is a new file. Its name is in the paragraph before it (``Save ... as `mlp.py` ``) or in its
+  first line (``# mlp.py``), and it runs as ``python mlp.py`` would: here, or where a later command of the
+  page names it.
+* ``diff`` makes another file out of an existing one, or out of one that the page says to have "a copy of".
+* ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by its output.
   ``python -m interlace``, pytest and benchmarks run in a fork of a process that has imported torch,
   other lines in bash.
-* ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
-  "s", and those of lines in ``signal.py``, are not.
-* ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
+* ``text`` directly after one of these is its output, and is compared, except for numbers before "per
+  second" and "s" and the numbers of lines in ``signal.py``.
+* ``json`` is read. Blocks without a language are pictures. For commands in the text the form is checked.
 
-A comment in the source, in a line of its own before a block, changes that::
+A comment in the source, on a line before a block, changes this::
 
-    <!-- needs: gpu -->           not run where there is not what NEEDS lists; its form is checked
+    <!-- needs: gpu -->           run only if the machine has this word of NEEDS; its form is checked
     <!-- tests add: --quick -->   every line is run with these words behind it
     <!-- run by: FILE -->         not run here: FILE does, a page, a test or a script; that is checked
-    <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that it takes for granted
+    <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that the fragment needs
     <!-- continues -->            goes on in the file of the Python block before it
-    <!-- varies -->               before a ``text`` block: an example of what is printed, not compared
+    <!-- varies -->               before a ``text`` block: an example of the output, not compared
 
-The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for those that have
-TEXT; of several marks of one kind the last counts.
+The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for lines with TEXT. If
+there are several marks of one kind, the last one counts.
 
-``python tests/pages.py docs/tutorials/first-race.md`` writes what is printed now into a page.
+``python tests/pages.py docs/tutorials/first-race.md`` writes today's output into a page.
 """
 
 import itertools

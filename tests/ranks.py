@@ -31,7 +31,7 @@ from interlace.runtime.places.connect import connect_place
 from interlace.runtime.processes import control
 from processes import started
 
-SECRET = {"INTERLACE_SECRET": "of this test"}  # of the environment
+SECRET = {"INTERLACE_SECRET": "of this test"}  # variables of the environment
 LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
 
 
@@ -45,8 +45,8 @@ def ranks(
 ) -> Callable[..., Any]:
     """Run a test's body on ``world_size`` ranks.
 
-    place : "shm", processes that tests of as many ranks share; "threads" of this process, which are ranks
-        as processes are; or another place of ``interlace.run``.
+    place : "shm", processes that tests of as many ranks share, "threads" of this process, which are ranks
+        as processes are, or another place of ``interlace.run``.
     hosts : on so many hosts the default group counts its ranks.
     backend : the body has a default group of torch.distributed with this one.
     gone : ranks whose process is to end, or to become another program; processes are the test's own then.
@@ -102,7 +102,7 @@ def world(path: Path | str, backend: str = "interlace") -> Iterator[Any]:
             dist.destroy_process_group()
 
 
-# -- ranks of a group that is not that of interlace.run --------------------------------------------
+# -- ranks of another group than interlace.run's ---------------------------------------------------
 
 
 def of_rank_0(rank: int, folder: Path | str, address: str = "127.0.0.1") -> TCPStore:
@@ -209,7 +209,7 @@ def members(count: int, hosts: int = 1, name: str = "threads") -> list[Communica
         made = run(range(count), lambda rank: _connected(store, rank, count, hosts, name))
     for group in made:
         assert isinstance(group, Communicator), made
-        # what it has said while joining would count as long as anything said later
+        # its words of the join would count like later ones
         group.place.group.control.own_view[control._WAITS // 8] = 0
     return made
 

@@ -1,12 +1,13 @@
 """Write the type stubs of the public modules: ``python tests/stubs.py``.
 
-A stub repeats the imports of its module. A function whose result depends on how it is called has overloads
-there instead, which are made of its signature and a rule: :data:`RULES` has one for each type of result.
+A stub repeats the imports of its module. A function whose result depends on its arguments has overloads
+there. They come from its signature and a rule: :data:`RULES` has one for each type of result.
 
-``run`` and the checks of ``interlace.verify`` have arguments of their own and those of the function that
-they run. A call that has only arguments of the function is checked against its parameters, and so is one
-with positional ones of it, and keyword arguments of the check besides. For both kinds of keyword arguments
-in a call no type exists: there, ``functools.partial`` takes those of the function.
+``run`` and the checks of ``interlace.verify`` have arguments, and take the arguments of the function that
+they run. A call with only arguments of the function is checked against its parameters. So is a call with
+positional ones of the function and keyword arguments of the check. No type exists for both kinds of keyword
+arguments in one call: pass the function's arguments by
+``functools.partial`` there.
 """
 
 import ast

@@ -98,7 +98,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 def poisoned() -> Iterator[Counter[str]]:
     """Fill workspaces and outputs with nan before every call, and count this.
 
-    Memory is poisoned when no rank needs it and no rank may write it yet: after its allocation, and at the
+    Memory is poisoned while no rank needs it or may write it: after its allocation, and at the
     end of each op before this rank gives its credit. If peers read this rank's region (a pulled op), the
     last rank to finish poisons it for all.
     """

@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 
 SLOW = """
 import time, interlace
-interlace.run(interlace.get_rank, 2)  # what takes long in a first call is done
+interlace.run(interlace.get_rank, 2)  # the slow part of a first call is done
 def test_before(): pass
 def test_slow():
     interlace.run(lambda: time.sleep({seconds}), 2)
@@ -63,7 +63,7 @@ def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
 
 def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
     """Return the output of a run of pytest, and its exit status."""
-    with open(folder / "said", "w") as said:  # a pipe would be held open, too
+    with open(folder / "said", "w") as said:  # a child would also hold a pipe open
         done = subprocess.run(
             [sys.executable, *command(folder, options, change)],
             cwd=folder,

@@ -301,7 +301,7 @@ def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
     reports = build([entry for entry in entries(arch) if entry.name in chosen])
     assert len(reports) == len(chosen) - (arch == 80)
     for report in reports:
-        # others have the fence of who gives up, behind the barriers of a wait
+        # other loops have the fence of a timeout, after the barriers of a wait
         found = [loop.where for loop in report.loops if (loop.fences, loop.barriers) == (1, 1)]
         publish = [where for where in found if "give_up" not in where]
         assert publish and all(" in publish_" in where for where in publish), report

@@ -1,7 +1,7 @@
-"""Kernels that put are linked with NVSHMEM's device library, for GPUs that this machine does not have.
+"""Kernels with puts are linked with NVSHMEM's device library, for GPUs that this machine does not have.
 
-The library comes with the test extra, so a test that misses it fails. INTERLACE_WITHOUT_NVSHMEM=1 skips
-such tests, as does a machine that it is not made for. What needs no library is still checked.
+The library comes with the test extra, so a test without it fails. INTERLACE_WITHOUT_NVSHMEM=1 skips these
+tests, and so does a machine for which the library is not made. The tests without the library still run.
 """
 
 import ast
@@ -52,7 +52,7 @@ MISSING = Entry(
     {"address_ptr": "*i64", "LINKED": "constexpr"},
     {"LINKED": True},
 )
-DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
+DRIVER = {"vprintf", "__assertfail"}  # every CUDA driver resolves these when it loads a module
 
 
 def library(arch: int, find: Callable[[int], list[Entry]] = linked, served: bool = SERVED) -> Any:

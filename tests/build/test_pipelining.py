@@ -1,7 +1,7 @@
-"""The matmul loops of the fused kernels are pipelined as they are meant to be, by their PTX and resources.
+"""The matmul loops of the fused kernels are pipelined, as their PTX and resources show.
 
 A loop that the compiler refuses to pipeline still compiles, spills nothing and breaks no rule; it is only
-several times slower. What tells is shared memory: a pipelined loop has its stages there.
+several times slower. The evidence is shared memory: a pipelined loop has its stages there.
 """
 
 import pathlib

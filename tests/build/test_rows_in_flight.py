@@ -43,7 +43,7 @@ def test_control_slots_one_after_the_other_are_seen(tmp_path: pathlib.Path) -> N
         reports = build([shipped, replace(shipped, module=changed)])
     assert not any(report.error for report in reports), reports
     threads = 32 * shipped.num_warps
-    # By file: a mutant that was compiled before is where a file is no more.
+    # By file: a mutant that was compiled earlier has a path without a file.
     bytes_ = [
         max(loop.bytes_in_flight for loop in report.loops if loop.where.startswith("combine.py"))
         for report in reports

@@ -1,7 +1,7 @@
 """The ranks' side of the API's tests, with plain torch and Python numbers as the reference.
 
-A module of its own, because processes import it. Every function runs on a rank and raises AssertionError
-there. Payloads are a function of rank and call, so every rank knows what every other has.
+Processes import this module. Every function runs on a rank and raises AssertionError there. Payloads are a
+function of rank and call, so every rank knows the payloads of the others.
 """
 
 import math
@@ -14,7 +14,7 @@ import interlace
 import torch_names
 from cases import support_table
 
-LENGTHS = (3, 0, 5, 1)  # of uneven parts along dim 0, by rank
+LENGTHS = (3, 0, 5, 1)  # lengths of uneven parts along dim 0, by rank
 FEW = (torch.float32, torch.bool, torch.complex64)
 """Of these dtypes every shape and form is tried; of the others one of each op."""
 

@@ -89,8 +89,8 @@ def manifest_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 LIMIT = 132
-TOKENS = 4  # of an op by words
-GROUPED_EXPERTS = 3  # of a rank
+TOKENS = 4  # in an op by words
+GROUPED_EXPERTS = 3  # on each rank
 EXTRA = {"tokens": TOKENS, "query_rows": 4, "programs": 32, "home_rows": 5000}
 """Launch values that are no argument of a kernel."""
 

@@ -62,7 +62,7 @@ def damaged_json(whole: bytes, chance: random.Random, share: float = 0.5) -> byt
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
     """Limit new memory to 256 MiB; tracemalloc would take ten times as long."""
-    gc.collect()  # what is freed later would be room
+    gc.collect()  # memory that is freed later would be room
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))

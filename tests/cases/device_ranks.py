@@ -13,7 +13,7 @@ from interlace.runtime.places.gpu import driver
 from interlace.runtime.places.gpu.memory import MemoryRefused, TorchMemory
 
 ROWS, INNER, COLUMNS = 256, 128, 192
-SMALL_PARTS = 4  # of an input, each few enough bytes for a low-latency kernel
+SMALL_PARTS = 4  # per input, each small enough for a low-latency kernel
 NANOSECONDS = 1_000_000
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

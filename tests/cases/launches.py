@@ -1,9 +1,8 @@
 """Every launch site of the repository, run with a ``libcuda`` that does nothing.
 
-``python launches.py FOLDER [PART]``, in a process of its own (``benchmarks/stub_libcuda.py``). A site is a
-call that launches a kernel, says what to launch, or asks the driver; :func:`sites` finds them in a text.
-What ran is printed as JSON: of every part what it launched, and why it failed if it did; and the sites that
-were passed.
+Run it as ``python launches.py FOLDER [PART]`` (``benchmarks/stub_libcuda.py``). A site is a call that
+launches a kernel, describes a launch, or asks the driver; :func:`sites` finds them in a text. The output is
+JSON: the launches and errors of every part, and the executed sites.
 """
 
 import ast

@@ -18,9 +18,9 @@ class Operation:
 
     Attributes
     ----------
-    name : of the function.
+    name : the function's.
     payload : ANY dtype, dtypes that can be REDUCED (see :func:`reduce_table`), OBJECTS, NOTHING.
-    forms : of the argument that has one part per rank: "cat", "stack", "list".
+    forms : for the argument with one part per rank: "cat", "stack", "list".
     uneven : parts may differ between ranks.
     in_place : no copy where output and input are the same memory.
     async_op : takes ``async_op``, or always gives a Work.

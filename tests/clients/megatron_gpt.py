@@ -33,7 +33,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 def configuration() -> TransformerConfig:
-    # what Megatron takes for granted, and a machine without a GPU has not
+    # Megatron assumes these, and a machine without a GPU lacks them
     torch.cuda.current_device = lambda: torch.device("cpu")
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     return TransformerConfig(

@@ -1,10 +1,10 @@
 """PhysicsNeMo's own tests of its distributed autograd, on gloo and on interlace, with 2 ranks and with 4.
 
-    make clients PHYSICSNEMO=folder     of its repository, of the release that is installed
+    make clients PHYSICSNEMO=folder     its repository at the installed release
 
-Its wheel has no tests. Those of ``FILE`` gather, scatter and exchange shards of unlike lengths, and ask for
-a GPU per rank: here they run without the fixture that skips them on a CPU, and "cuda:0" in their text is
-"cpu". Exit code 1 unless all pass on interlace; gloo is for comparison.
+Its wheel has no tests. The tests of ``FILE`` gather, scatter and exchange shards of unequal lengths. They
+ask for a GPU per rank. Here they run without the fixture that skips them on a CPU, and "cuda:0" in their
+text is "cpu". Exit code 1 unless all pass on interlace; gloo is for comparison.
 """
 
 import json

@@ -1,13 +1,14 @@
 """Real programs on interlace and on gloo: the same steps of training, their losses and their time.
 
     make clients                                  all of them, and the table of docs/reference/clients.md
-    make clients CLIENTS="ray_train --ranks 4"    these; what is known of the others stays
+    make clients CLIENTS="ray_train --ranks 4"    these; known results of the others stay
 
-A client is a file of this folder: ``TRAINS``, what it does, ``TOLD``, how a user of it names the backend,
-``PACKAGES``, and ``train(backend, step)``, which every rank runs in a new process; it calls ``step(loss)``
-after every step. Losses are compared rank by rank and step by step. Between two ranks a sum has one order,
-so the losses have to be equal in every bit; between more they may differ by ``BOUND``. Times are medians
-of a step of rank 0 without the first ones, the lower of rounds in turns: gloo, interlace, gloo, interlace.
+A client is a file of this folder. ``TRAINS`` describes it, ``TOLD`` shows how a user names the backend, and
+``PACKAGES`` lists its packages. Every rank runs ``train(backend, step)`` in a new process; it calls
+``step(loss)`` after every step. Losses are compared rank by rank and step by step. Between two ranks a sum
+has one order, so all bits of the losses must be equal; between more ranks they may differ by ``BOUND``.
+Times are medians of a step of rank 0 without the first steps: the lower one of rounds in turns (gloo,
+interlace, gloo, interlace).
 """
 
 import argparse
@@ -31,7 +32,7 @@ PAGE = ROOT / "docs/reference/clients.md"
 BACKENDS = ("gloo", "interlace")
 ROUNDS = 2
 WARM_UP = 3  # steps
-BOUND = 1e-5  # of a loss in float32, relative: a few roundings for every step
+BOUND = 1e-5  # relative, for a loss in float32: a few roundings for every step
 LIMIT_SECONDS = 300
 MESSAGE_LENGTH = 3000
 BEGIN, END = "<!-- clients: make clients -->", "<!-- end of clients -->"

@@ -1,8 +1,8 @@
 """interlace under the name of gloo, for torch's own tests.
 
 Many of torch's tests run for the names "gloo", "nccl" and "mpi" only. Here the class that torch makes for
-"gloo" is interlace's process group, which answers to that name. What torch's C++ code asks of a gloo group
-beyond collectives (the logger of DDP wants its network device) a real one answers.
+"gloo" is interlace's process group with that name. A real gloo group answers the other requests of torch's
+C++ code (the logger of DDP needs its network device).
 """
 
 from datetime import timedelta

@@ -3,8 +3,8 @@
     python torch_suite.py gloo|interlace WORLD_SIZE|FILE RESULTS [PATTERN ...]
 
 Writes one line of JSON per test to RESULTS: name, verdict ("pass", "skip", "fail"), seconds, message. The
-suite reads backend and world size when it is imported, so each combination is a process of its own; each
-test forks its ranks from it, with everything loaded.
+suite reads backend and world size at import, so each combination runs in a new process. Each test forks its
+ranks from that process after all imports.
 """
 
 import json
@@ -29,7 +29,7 @@ CPU_FOR_GPUS = (  # in the text of a file
     (r"\bdevice_ids=\[[^]]*\]", "device_ids=None"),
     (r"(?<!backends\.)\bcuda\b(:(\d|\{.+?\}))?", "cpu"),
 )
-GUARDS = (  # of tests that ask for GPUs
+GUARDS = (  # decorators of tests that ask for GPUs
     "skip_if_lt_x_gpu",
     "nccl_skip_if_lt_x_gpu",
     "require_n_gpus_for_nccl_backend",

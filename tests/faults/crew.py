@@ -81,7 +81,7 @@ def _member(
 ) -> None:
     os.dup2(
         os.open(os.devnull, os.O_WRONLY), 2
-    )  # what C++ prints when it ends the process, as it may
+    )  # hides the text that C++ prints if it ends the process
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that newer releases have too
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -97,7 +97,7 @@ def _member(
     except Exception:
         end.send(Said("end of the rank", traceback.format_exc(), 0.0, time.monotonic()))
     end.close()
-    while True:  # who has something to say first is heard before this process ends
+    while True:  # the other's first message is read before this process ends
         time.sleep(LONG)
 
 

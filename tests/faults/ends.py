@@ -69,7 +69,7 @@ def messages(api: Any, chance: random.Random) -> None:
 
 
 def until_an_error(join: Any, end: Any, ops: Any, bound: float, broken: bool) -> None:
-    """Report "at work" after the first op; run ops with timeout ``bound``; report the last error."""
+    """Report "at work" after the first op, run ops with timeout ``bound``, and report the last error."""
     if broken:
         blind()
     api, chance = join(), random.Random(7)

@@ -141,7 +141,7 @@ def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float, broke
         said = tried(messages)
     elif comes:
         said = tried(sends)
-    else:  # a rank that waits for rank 0 meanwhile would be a deadlock, of which all hear at once
+    else:  # a wait for rank 0 would be a deadlock error at once
         said = tried(partial(time.sleep, 2.5 * bound))
     end.send((said, right, tried(partial(sum_is_right, api))))
 
@@ -254,7 +254,7 @@ def on_rank(rank, path):
 
     works.append(interlace.irecv(torch.ones(4), 1 - rank))
     if rank == 1:
-        store.wait(["follows"])  # of a finished op, it would be called at once and in this thread
+        store.wait(["follows"])  # after the op it would be called at once and in this thread
         interlace.all_reduce(torch.ones(4))
     else:
         work = interlace.all_reduce(torch.ones(4), async_op=True)

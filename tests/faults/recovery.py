@@ -1,4 +1,4 @@
-"""After a death: the ranks that are left go on in a group of their own, to the last, and leave nothing."""
+"""After a death the survivors continue in a new group, down to the last rank, and leave nothing behind."""
 
 import os
 import random
@@ -39,7 +39,7 @@ def killed_one_by_one(
             try:
                 for rank in alive:
                     while heard(ends[rank], wait) != alive:
-                        pass  # of fewer deaths, if these came in turn
+                        pass  # a report of fewer deaths, if these came in turn
             except (AssertionError, EOFError) as error:
                 yield Trial(False, said=f"rank {rank} of {alive}: {type(error).__name__} {error}")
                 return

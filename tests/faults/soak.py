@@ -27,7 +27,7 @@ class Op(NamedTuple):
 
 
 def op_of(api: Any, chance: random.Random, number: int) -> Op:
-    """Return a random op on numbers of its own that are never rounded."""
+    """Return a random op on numbers of no other op, which are never rounded."""
     rank, dtype, part = api.get_rank(), chance.choice(DTYPES), 1 << chance.randrange(15)
     inputs = [payload(each, number, (RANKS * part,), dtype) for each in range(RANKS)]
     mine, own = inputs[rank].clone(), slice(rank * part, (rank + 1) * part)

@@ -1,7 +1,7 @@
-"""Processes that are no ranks.
+"""Processes that are not ranks.
 
-Strangers send something to the sockets of a job while it begins and while it runs. Children that a rank
-forks are told that the group is not theirs, and the parent goes on.
+Strangers send data to the sockets of a job while it begins and while it runs. Children that a rank forks
+get an error if they use the group, and their parent continues.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def stranger(rank: int, count: int, _: str, end: Any, port: int, user: int, as_r
             connection.connect(address)
             held.append(connection)
             if text is not None:
-                with contextlib.suppress(OSError):  # it was let go before
+                with contextlib.suppress(OSError):  # it may be closed already
                     connection.send(text)
     end.send(len(held))
     time.sleep(LONG)

@@ -22,7 +22,7 @@ from interlace.runtime.places.pool import ProcessPool
 def test_operations(torch_memory: bool, words: bool, world_size: int) -> None:
     if not torch_memory:
         pytest.importorskip("cupy")
-    names = list(ranks.OPS)  # of which some want equal parts
+    names = list(ranks.OPS)  # some of them need equal parts
     names = (
         names if ranks.ROWS % world_size == 0 else ["fused_gather", "pipelined_gather", "broadcast"]
     )

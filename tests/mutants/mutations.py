@@ -1,9 +1,9 @@
 """Faults on demand: kernels with their source rewritten, in place of the real ones.
 
-A mutant is a list of replacements in one file. A mutant of ``kernels/`` comes with all files of that
-folder in a package of its own, so that kernels call the mutated device functions, and the kernels that
-the algorithms launch are replaced for the time of a ``with`` block. The same files are what lint
-compiles. A mutant of another file, one with a function that runs the kernel, is a module by itself.
+A mutant is a list of replacements in one file. A mutant of ``kernels/`` is a package with all files of that
+folder, so that kernels call the mutated device functions. The kernels that the algorithms launch are
+replaced during a ``with`` block. Lint compiles the same files. A mutant of another file, one with a
+function that runs the kernel, is a single module.
 """
 
 import importlib

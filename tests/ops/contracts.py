@@ -46,7 +46,7 @@ def last_has_none(size: int) -> tuple[int, ...]:
     return (*evenly(size - 1, 1), 0)
 
 
-# -- right results of ops that round in an order of their own ---------------------------------------
+# -- right results of ops that round in another order -----------------------------------------------
 
 
 def products_backward(given: Sequence[Any], size: int) -> Right:
@@ -136,12 +136,12 @@ REFERENCES: dict[str, Callable[[Sequence[Any], int], Right]] = {
 }
 
 
-# -- arguments that are none -----------------------------------------------------------------------
+# -- wrong arguments -------------------------------------------------------------------------------
 
 
 CHECKED_BEFORE = (
-    *("kind", "quantize", "eps"),  # of a norm object
-    *("num_experts", "capacity", "max_tokens", "packed"),  # of a handle, which a dispatch has given
+    *("kind", "quantize", "eps"),  # they belong to a norm object
+    *("num_experts", "capacity", "max_tokens", "packed"),  # to a handle
     "home_splits",  # for a backward; an eager call has none
 )
 """Arguments that the public functions make themselves."""

@@ -17,14 +17,14 @@ from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
 from tiers import few
 
-ROWS = (5, 2, 0, 3, 1)  # of each rank's shard
+ROWS = (5, 2, 0, 3, 1)  # in each rank's shard
 INNER, COLUMNS = 160, 18
 DIVIDED = 20  # rows that all numbers of ranks here divide
 ODD_SHAPES = ((0, 2, 2), (2, 1, 1), (34, 1, 3), (130, 3, 1))
 """k, rows and columns; k = 1 too where a number has a byte."""
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 BETWEEN_HOSTS = ALGORITHMS[2:]
-ERROR = 2.0**-20  # of sums in fp32, relative to the sum of sizes
+ERROR = 2.0**-20  # for sums in fp32, relative to the sum of sizes
 
 
 def made(name: str, rows: int, seed: int, *, weight: bool = False, inner: int = INNER) -> Scaled:

@@ -1,4 +1,4 @@
-"""Ops with a norm whose rows come in a block-scaled format: bit by bit those of the definition."""
+"""Ops with a norm whose rows come in a block-scaled format have the bits of the definition."""
 
 import math
 from functools import partial

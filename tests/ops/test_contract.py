@@ -288,7 +288,7 @@ def test_subgroups(place: str, op: str) -> None:
 
 
 class OwnOfAll(torch.autograd.Function):
-    """This rank's tensor out of one for each rank; its gradients are those of all ranks.
+    """This rank's tensor out of one for each rank; its gradients come from all ranks.
 
     A lone tensor is the same on all ranks: its gradient is the sum over ranks.
     """

@@ -1,7 +1,7 @@
-"""Every op of the registry is in the list of every tool, under its own name or that of a like one.
+"""Every op of the registry is in the list of every tool, under its own name or a similar op's.
 
-What a tool makes of a record it makes of a new one, too; what it has a list of its own for it lacks, and
-the test says so.
+Tools that read the records get a new op at once. Tools with their own list lack it, and the test names
+them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ INNER = {
 
 
 def public_name(op: str) -> str:
-    op = op.removeprefix("block_scaled_")  # what the public function calls with such operands
+    op = op.removeprefix("block_scaled_")  # the public function calls this op for such operands
     return INNER.get(op, SAME.get(op, op))
 
 

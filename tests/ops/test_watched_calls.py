@@ -48,7 +48,7 @@ def unequal_shards(x: Tensor, w: Tensor) -> Any:
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    # of x (4, 4) and w (4, 4), which are other ones on each rank
+    # x (4, 4) and w (4, 4) differ on each rank
     "all_gather_matmul": lambda x, w: interlace.all_gather_matmul(x, w, activation="relu"),
     "all_gather_matmul of weights": lambda x, w: interlace.all_gather_matmul(
         x, [w, w[:, :2].contiguous()], bias=[w[0], None], return_gathered=True
@@ -150,7 +150,7 @@ def test_who_watches_a_call_changes_nothing(place: str, name: str) -> None:
     for way, run in WAYS.items():
         for each, other in zip(found_by(functools.partial(run, call)), right, strict=True):
             assert torch.equal(each, other), way
-        with FlopCounterMode(display=False):  # around the backward, too
+        with FlopCounterMode(display=False):  # also around the backward
             watched = found_by(call)
         assert all(map(torch.equal, watched, right)), way
         assert unwaited() == before, way

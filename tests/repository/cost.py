@@ -1,12 +1,12 @@
 """Processor seconds of the tests, by file: ``python tests/repository/cost.py [options of pytest]``.
 
-    own         of the process that runs the tests: imports, simulated ranks, interpreted kernels
-    compilers   of processes that compile kernels, with their tools
-    processes   of all other processes that the tests start: ranks, commands, scripts
+    own         the process that runs the tests: imports, simulated ranks, interpreted kernels
+    compilers   processes that compile kernels, with their tools
+    processes   all other processes that the tests start: ranks, commands, scripts
     waiting     seconds in which none of these ran
     tests       how many
 
-Below the table stand the sum, and the seconds of the whole run with all that it started. Run it after
+Below the table are the sum, and the seconds of the whole run with all of its processes. Run it after
 ``make .venv/test`` on a quiet machine. Empty ``~/.triton`` first to measure with cold caches.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 FOLDER = "TESTS_COST_FOLDER"
-SET_CHILD_SUBREAPER = 36  # of prctl
+SET_CHILD_SUBREAPER = 36  # an option of prctl
 COMPILER = b"compiler/start.py"
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -101,7 +101,7 @@ def memory_ordering(source: str) -> list[str]:
         return found
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("atomic_"):
-            # The runtime may name the interpreter's own atomics, which are no device code.
+            # The runtime may name the interpreter's own atomics, which are not device code.
             if ast.unparse(node.value) in ("tl", "tl.core", "triton.language"):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton"):

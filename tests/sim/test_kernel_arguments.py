@@ -23,7 +23,7 @@ def test_taken_apart_and_put_together() -> None:
     assert list(apart)[:4] == ["input.ptr", "input.stride", "sends.ptr", "sends.count"]
     again = joined(apart)
     assert again == ARGUMENTS and again["peers"].world_size == 4
-    assert joined({"table.1": None}) == {"table": (None,)}  # what is constant in (tensor, None)
+    assert joined({"table.1": None}) == {"table": (None,)}  # the constant part of (tensor, None)
 
 
 def test_names_outside() -> None:

@@ -1,9 +1,8 @@
 """Kernels run by address only: nothing is allocated, every address is checked.
 
-Programs run in the interpreter with loads that give zeros, stores that go nowhere and waits that are
-served, while each address must lie in the tensor or workspace it belongs to, and no int32 sum or
-product may wrap. Loop variables have the types that the compiler gives them, and long loops do their
-first and last steps only.
+Programs run in the interpreter. Loads give zeros, stores go nowhere, and waits end at once. Each address
+must lie in the right tensor or workspace, and no int32 sum or product may wrap. Loop variables have the
+types that the compiler gives them, and long loops do their first and last steps only.
 """
 
 import builtins

@@ -1,6 +1,6 @@
 """Python as on a machine for GPUs, where little is installed: the rest is hidden from this project.
 
-What a package that is there imports for itself is its own affair.
+Imports by installed packages themselves are not hidden.
 """
 
 import builtins

@@ -1,28 +1,28 @@
-"""A GPU that is not there, for the logic of the host: streams, events, graph captures, memory that is gone.
+"""A fake GPU for the logic of the host: streams, events, graph captures, memory that is freed too early.
 
-The driver and ``torch.cuda`` are replaced; interlace's own code is not. A stream is a queue. What is
-enqueued runs later, when somebody synchronizes or when the device feels like it: an item at the head of
-some stream, which one is drawn from a seed. Tensors are the CPU's.
+The driver and ``torch.cuda`` are replaced; interlace's own code is not. A stream is a queue. Enqueued items
+run later: when the host synchronizes, or at random times. A seed draws the stream whose first item runs
+next. Tensors are the CPU's.
 
-What is as on a GPU, so that a fault in the host's logic shows:
+These parts behave as on a GPU, so that a fault in the host's logic shows:
 
 =====================  ==============================================================================
 order                  by stream and event only; a wait that never ends is a ``DeviceHang``
 kernels                get addresses, and are written down in ``fake_kernels.py`` as generators that
-                       yield what they wait for
+                       yield their conditions
 memory                 an item on the stream that was current uses a tensor safely, however soon it is
                        dropped, as with the caching allocator; on another stream that is ``UseAfterFree``
 captures               events from outside, queries, synchronization and unjoined streams are errors;
                        a replay runs the same addresses and values again
 stream memory ops      write words of memory, with the values they were given
 multiprocessors        if their number is given, a kernel begins when all its programs have one, and keeps
-                       them to its end; each rank has a GPU of its own
+                       them to its end; each rank has a GPU
 connections            if their number is given, streams share so many hardware queues (``fake_queues.py``),
                        torch's streams come from its pool, copy engines are busy at times, and a first
-                       use waits for all that was enqueued before: a kernel that is loaded
+                       use waits for all earlier items: a kernel is loaded
 =====================  ==============================================================================
 
-``do(function)`` is torch code of the user on the current stream: what a test fills or reads.
+``do(function)`` is torch code of the user on the current stream: a test fills or reads tensors by it.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class FakeGpu:
     def _fits(self, queue: list[Item], item: Item) -> bool:
         """Return whether all programs of a kernel find a multiprocessor, if their number is limited."""
         handles = {id(each): handle for handle, each in self._queues.items()}
-        owner = self._owners.get(handles[id(queue)])  # a rank has a GPU of its own
+        owner = self._owners.get(handles[id(queue)])  # each rank has one GPU
         used = sum(
             each[0].programs
             for handle, each in self._queues.items()

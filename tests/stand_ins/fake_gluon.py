@@ -1,13 +1,12 @@
 """An emulator of the part of Gluon that kernels use whose warps have roles.
 
 Triton has no interpreter for Gluon. Here the text of the kernel's files is run as Python: each role is a
-coroutine, and whoever may go on next is drawn from a seed. Everything asynchronous is as late as is
-allowed: a TMA load arrives at some time between its issue and the end of what waits for it, a product reads
-its operands when it is waited for, a TMA store reads its own when that is waited for, and has arrived
-when that is. A place that is written again too early, read too early, or never given free is a wrong result
-or a deadlock.
+coroutine, and a seed draws the next role. Everything asynchronous is as late as allowed. A TMA load arrives
+at some time between its issue and the end of a wait for it. A product reads its operands when it is
+awaited. A TMA store reads its source when that read is awaited, and arrives when its arrival is awaited. A
+place that is written or read too early, or never freed, is a wrong result or a deadlock.
 
-What it does not know: proxies, threads of a role, layouts. Those are for lint and the SASS.
+The emulator has no proxies, threads of a role, and layouts. Lint and the SASS check these.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ranks that are processes with a GPU each, played by threads that take turns on the fake GPU.
+"""Ranks that are processes with a GPU each, replaced by threads that take turns on the fake GPU.
 
-``run(function, world_size, gpu)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place,
-on a host that is threads, with memory that is the CPU's, and a watchdog that looks when it is told to.
-Under ``@gpu_ranks(world_size)`` the body of a test is what runs on every rank.
+``run(function, world_size, gpu)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place
+with threads for processes and the CPU's memory. Its watchdog looks only when a test calls it. With
+``@gpu_ranks(world_size)`` the body of a test runs on every rank.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ThreadPlace(DeviceProcessPlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        known = self.processes.turns.residencies  # a rank, which is a thread, has a GPU of its own
+        known = self.processes.turns.residencies  # each rank, which is a thread, has one GPU
         return residency(threading.current_thread(), self.program_limit + 1, known)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:

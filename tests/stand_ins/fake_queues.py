@@ -1,11 +1,11 @@
-"""Hardware queues of a fake GPU: few, in order, and shared by streams that know nothing of each other.
+"""Hardware queues of a fake GPU: few, in order, and shared by independent streams.
 
-CUDA hands what streams enqueue to the GPU through ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 unless the
-environment says otherwise. A queue is in order: a kernel leaves it when it begins, a wait when it is over,
-and what belongs to a stream begins when the stream comes to it. So a wait holds up streams that share its
-queue (head-of-line blocking), and what would end the wait may be among these.
+CUDA passes the work of streams to the GPU through ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 by default. A
+queue is in order. A kernel leaves it when the kernel begins, and a wait leaves it when the wait ends. Work
+begins when its stream comes to it. So a wait holds up streams that share its queue (head-of-line blocking),
+and the work that would end the wait may be in one of them.
 
-torch hands out streams from a pool of 32 per priority; the 33rd is the first again.
+torch takes streams from a pool of 32 per priority; the 33rd is the first again.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 
 POOL = 32
 PRIORITIES = 4  # that torch makes streams for, each in turn
-CONNECTIONS = 0  # of a fake GPU that says none; 0: each stream has a queue of its own
+CONNECTIONS = 0  # for a fake GPU without a number; 0: each stream has its own queue
 
 
 class HardwareQueues:

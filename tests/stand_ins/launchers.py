@@ -1,9 +1,9 @@
 """srun, sbatch, mpirun and MPICH's mpiexec on this host: a process per task, with their variables.
 
     python launchers.py srun -n 2 python job.py
-    python launchers.py sbatch job.sbatch          # runs it here and now, and prints what it prints
+    python launchers.py sbatch job.sbatch          # runs it here and now, and prints its output
 
-Of options they know the number of tasks and nodes; others are taken for options with "=".
+srun and the like read the option ``-n``, and sbatch the number of nodes and of tasks per node.
 """
 
 import os

@@ -1,7 +1,6 @@
-"""The loader of bundles: what it asks of CuPy, what it refuses, and that it needs no Triton.
+"""The loader of bundles: its use of CuPy, its refusals, and that it needs no Triton.
 
-There is no GPU here: launches are recorded by ``cupy_stand_in.py``. What is in the bundles is tested in
-``test_bundle.py``.
+``cupy_stand_in.py`` records launches without a GPU. ``test_bundle.py`` tests the contents of bundles.
 """
 
 import ast
@@ -346,7 +345,7 @@ def test_architecture_has_to_be_in_the_bundle(cupy: Any, bundles: dict[str, path
         aot.load(bundles["all_gather"])
 
 
-# -- what the loader computes ------------------------------------------------------------------
+# -- computations of the loader ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("condition", bundle_formulas.CONDITIONS)

@@ -49,7 +49,7 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
     said = run(cache, tmp_path / "again.tgz")
     assert "compiled low_latency_broadcast_kernel" in said and " 1 kernels compiled" in said
 
-    # groups name their files by absolute paths, which are those of no other folder
+    # groups name their files by absolute paths, which differ in each folder
     unpacked(tmp_path / "elsewhere")
     shutil.rmtree(cache)
     assert " 0 kernels compiled" not in run(tmp_path / "elsewhere", tmp_path / "again.tgz")

@@ -1,6 +1,6 @@
-"""Launches go through Triton's own launcher, and those that avoid its Python half hand over the same.
+"""Launches use Triton's launcher; those that avoid its Python half pass the same arguments.
 
-In a process of its own, with a ``libcuda`` that does nothing: see ``benchmarks/stub_libcuda.py``.
+They run in a separate process with a ``libcuda`` that does nothing: see ``benchmarks/stub_libcuda.py``.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""``python -m interlace bench``: what it measures, checks, prints and writes; wrong kernels; refusals."""
+"""``python -m interlace bench``: measurements, checks, output and files, wrong kernels, and refusals."""
 
 import io
 import json
@@ -143,7 +143,7 @@ def test_faults_in_an_op_of_ours_are_seen(fault: str, tmp_path: pathlib.Path) ->
     assert code == 1 and rows(facts)["auto"]["right"] is False and "WRONG" in text
 
 
-# -- kernels of one's own ------------------------------------------------------------------------------
+# -- kernels of the user -------------------------------------------------------------------------------
 
 
 def test_a_kernel_with_everything(tmp_path: pathlib.Path) -> None:

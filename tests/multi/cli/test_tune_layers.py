@@ -1,4 +1,4 @@
-"""``tune`` of ops that are no matmuls: what was measured is what ``auto`` then takes."""
+"""``tune`` of ops without a matmul: ``auto`` then takes the measured algorithm."""
 
 import dataclasses
 import io
@@ -25,7 +25,7 @@ from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.files import CacheRow
 
-# what auto would not take on CPUs
+# auto would not choose these on CPUs
 FASTEST = {
     "all_reduce_norm": "unfused",
     "reduce_scatter_norm": "unfused",

@@ -234,7 +234,7 @@ def test_the_graphs_in_the_docs() -> None:
         assert block.strip().splitlines() == lines
 
 
-# -- who decides, and patterns of one's own ---------------------------------------------------------------
+# -- decisions, and patterns of the user ------------------------------------------------------------------
 
 RELU = torch.ops.aten.relu.default
 FAST_LINKS = dataclasses.replace(GPU, name="fast links", bandwidth=1e13, fused_bandwidth=1e13)
@@ -252,7 +252,7 @@ def test_a_prediction_by_hand() -> None:
     assert predict("all_gather", 6, 5, 4, 2, dtype=half, machine=machine) == Prediction(
         1 + moved / 100 + multiplied, 0.5 + moved / 50 + multiplied - 0.25 * moved / 50
     )
-    moved = 30.0  # of the product
+    moved = 30.0  # bytes of the product
     fused = 0.5 * 3 + 0.75 * moved / 50 + multiplied
     assert predict(
         "reduce_scatter", 6, 5, 4, 2, dtype=half, machine=machine, bias=True, terms=2, batch=3

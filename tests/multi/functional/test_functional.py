@@ -34,7 +34,7 @@ def here() -> tuple[int, int]:
 # -- gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(  # of two ranks every permutation is its own inverse
+@pytest.mark.parametrize(  # with two ranks every permutation is its own inverse
     ("place", "world_size"), few([("sim", 3), ("sim", 2), ("shm", 3), ("shm", 2)], ("sim", 3))
 )
 @ranks()
@@ -131,7 +131,7 @@ def test_without_gradients(place: str) -> None:
         for op in (
             functional.all_gather_matmul,
             functional.matmul_all_reduce,
-        ):  # in a thread of its own
+        ):  # in another thread
             assert float(op(y, y).sum()) == 64.0 * size
         assert float(functional.matmul_reduce_scatter(y, y).sum()) == 64.0
     with torch.autocast("cpu", torch.bfloat16):
@@ -384,7 +384,7 @@ def test_results_leave_nothing_in_torchs_registry(compiled: bool) -> None:
     for _ in range(5):
         started()
         call(x)
-        wait(functional.all_gather_matmul(x, w))  # whose gathered input is kept, too
+        wait(functional.all_gather_matmul(x, w))  # its gathered input is kept
         wait(functional.all_gather_matmul(x, [w, w], return_gathered=True)[1][1])
     assert torch._C._distributed_c10d._get_work_registry_size() == before
 

@@ -179,7 +179,7 @@ def test_unwaited_results_and_arguments_of_graphs() -> None:
     x.requires_grad_()
     (y, z), _ = graphs_of(starts, x)
     graphs_of(ends, y, z)[0].sum().backward()
-    # of the sum, on both elements of both ranks, and of the 1
+    # from the sum, on both elements of both ranks, and from the 1
     assert x.grad is not None and x.grad.tolist() == [9.0, 9.0]
     leaves: list[Callable[[Any], Any]] = [
         wait, lambda y: y.wait(), lambda y: y.view(2, -1), lambda y: y + 0, lambda y: y,

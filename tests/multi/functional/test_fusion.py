@@ -100,7 +100,7 @@ PLAN = {
 
 @pytest.mark.parametrize(
     ("codegen", "world_size", "blocks"),
-    # the pass is over before code is generated, so not every one with every number of ranks
+    # the pass ends before code is generated, so it needs no other number of ranks
     few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
 )
 @ranks(backend="interlace")
@@ -231,7 +231,7 @@ def test_norms_whose_statistics_a_backward_reads(
     codegen: str, layers: Callable[..., Any], parts: int, ops: list[str]
 ) -> None:
     rank = dist.get_rank()
-    residual = weight(4, 6).chunk(parts)[rank % parts]  # of an all-reduce the same on all
+    residual = weight(4, 6).chunk(parts)[rank % parts]  # equal on all ranks for an all-reduce
     given = weight(4, 8, seed=rank), residual, weight(8, 6), weight(6, 8), weight(6)
     compiled, reports = fused(layers, codegen)
     results = []

@@ -103,7 +103,7 @@ def mxfp4_of_torchao() -> Made:
             swizzle,
         )
 
-    # of more numbers along k torch's shapes of scales are those of half as many
+    # with a larger k torch takes shapes of scales for half of k
     x = quantize(numbers(ROWS, 128, dist.get_rank()), "mxfp4")
     w = quantize(numbers(COLUMNS, 128, 9), "mxfp4")
     return (
@@ -356,7 +356,7 @@ def test_graphs_of_torchao_and_vllm(codegen: str, names: tuple[str, ...]) -> Non
             assert torch.equal(one, other), name
 
 
-# -- what is left as it is, and why --------------------------------------------------------------------
+# -- graphs that stay, and the reasons -----------------------------------------------------------------
 
 
 def scales_of_all(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def test_norms_and_fp8_of_vllm(version_2: bool) -> None:
         assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1, name
         (report,) = reports
         assert [(c.op, c.notes) for c in report.candidates] == expected, name
-        # of its ops there are those that no op of ours does
+        # only these of its ops have no op of ours
         left = report.after.count("_C.") + report.after.count("vllm")
         assert left == {"read by others": 1}.get(name, 0), name
 

@@ -1,7 +1,7 @@
 """Scenarios of test_hosts.py: functions that run on all ranks of a group, on two hosts, and assert there.
 
-A process of its own starts five ranks in two network namespaces (``two_networks.py``). Where the kernel
-refuses namespaces, ranks are given names of hosts instead, and it says why.
+A process starts five ranks in two network namespaces (``two_networks.py``). If the kernel refuses
+namespaces, ranks get names of hosts instead, and the output has the reason.
 
 Sums and products are of whole numbers, so the order of a reduction, which depends on the hosts, does not
 matter; ``rounding`` is about the order.
@@ -57,7 +57,7 @@ def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
 
 
 def every_op(group: Communicator) -> None:
-    """Values are those of the contract matrix, also with a rank without rows, on three ranks."""
+    """Check the values of the contract matrix on three ranks, also with a rank without rows."""
     for op in cells("values"):
         check_values(op, group=group)
         if "algorithm" in BY_NAME[op].kinds:
@@ -150,7 +150,7 @@ def rounding(group: Communicator) -> None:
             assert same(tensor, expected), f"{dtype} {n}"
         exact = torch.stack([part.double() for part in parts])
         error = (expected.double() - exact.sum(0)).abs()
-        # one rounding of the result, and those of fp32 on the way
+        # one rounding of the result, and roundings of fp32 on the way
         bound = unit * exact.sum(0).abs() * 1.01 + 1e-6 * exact.abs().sum(0)
         assert (error <= bound).all(), f"{dtype} {n}: off by {error.max():g}"
 
@@ -290,7 +290,7 @@ def answering(group: Communicator) -> None:
         engine.recv(call, x, 0, 6).result(60)
 
 
-# -- failing: each in a group of its own -----------------------------------------------------------
+# -- failing: each in a new group ------------------------------------------------------------------
 
 
 def ended(group: Communicator) -> str:
@@ -356,7 +356,7 @@ def main(rank: int, world_size: int, folder: str, end: Any) -> None:
         problem = f"{type(error).__name__}: {error}"
     die_with_parent()
     os.environ.update(SECRET)
-    gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
+    gc.freeze()  # no rank needs to collect, and so copy, the shared objects at its end
     children = []
     for rank, host in enumerate(HOSTS):
         child = os.fork()
@@ -407,7 +407,7 @@ def rank_main(rank: int, separated: bool, folder: Path) -> None:
         if group is not None and group is not world:
             group.close()
         world.barrier()
-    for scenario in (aborting, leaving, dying):  # each in a group of its own, of all ranks
+    for scenario in (aborting, leaving, dying):  # each in a new group of all ranks
         group = connected(scenario.__name__)
         play(scenario, group, "five ranks")
         group.close()

@@ -131,7 +131,7 @@ def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.
     if interlace.get_rank() == 0:
         interlace.isend(content(LARGE, 5), 1)
         atexit.register(ends.touch)
-        util._exit_function()  # of multiprocessing, which skips what Python does at the end
+        util._exit_function()  # multiprocessing skips the steps of Python's end
         atexit._run_exitfuncs()
         os._exit(0)
     while not ends.exists():
@@ -275,7 +275,7 @@ def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
         nonlocal line
         here = linecache.getline(code.co_filename, frame.f_lineno)
         if event == "line" and frame.f_code is code and "_busy = False" not in here:
-            line += 1  # of that one Python makes sure
+            line += 1  # Python itself ensures that line
             if line == until:
                 raise Handler
         return traced

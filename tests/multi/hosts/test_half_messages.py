@@ -67,7 +67,7 @@ def moving_for_ever(
                 said.send("up")
     except InterlaceError as error:
         said.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # of a message to a rank that is stopped something is still to leave
+    os._exit(0)  # a part of a message to a stopped rank has not left yet
 
 
 @thorough

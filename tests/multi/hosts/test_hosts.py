@@ -1,9 +1,8 @@
-"""Groups that span hosts: which ranks share one, every op between them, and what happens when one fails.
+"""Groups that span hosts: the ranks of each host, every op between hosts, and failures.
 
 Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
-memory. Five ranks, three and two, are started once (hosts_scenarios.py). Where the kernel gives out no
-namespaces the same runs between ranks that are told to be on different hosts, and the test that they cannot
-share memory is skipped.
+memory. Five ranks, three and two, are started once (hosts_scenarios.py). If the kernel refuses namespaces,
+the ranks share one and get different names of hosts, and the test of unshared memory is skipped.
 """
 
 import itertools
@@ -56,7 +55,7 @@ def test_every_scenario_on_every_rank(outcome: Any) -> None:
     assert codes == [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
 
 
-# -- who shares a host -----------------------------------------------------------------------------
+# -- ranks of one host -----------------------------------------------------------------------------
 
 
 def test_host_map() -> None:
@@ -132,7 +131,7 @@ def test_halves_are_rounded_once() -> None:
 @pytest.mark.parametrize(
     ("dtype", "values", "mean"),
     [
-        (torch.int8, [[100, 100], [100]], 100),  # the sum is no int8
+        (torch.int8, [[100, 100], [100]], 100),  # the sum does not fit int8
         (torch.int32, [[-1, -1], [-3]], -1),  # toward zero
         (torch.uint64, [[2**63, 2], [2**62]], (2**63 + 2**62 + 2) // 3),
         (torch.bool, [[True, True], [False]], False),

@@ -1,4 +1,4 @@
-"""The store of a group that is made by ranks with links: what is told comes whole, and waits for it end."""
+"""The store of a group that is made by ranks with links: values arrive whole, and waits for them end."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

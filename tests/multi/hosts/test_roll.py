@@ -1,4 +1,4 @@
-"""Who counts as gone on several hosts, when what the others tell comes in an unlucky order."""
+"""Ranks that count as gone on several hosts, when reports of the others come in an unlucky order."""
 
 from typing import Any
 

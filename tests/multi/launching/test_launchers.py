@@ -38,7 +38,7 @@ COMMANDS = {
     "mpirun -n 2 python train.py": 2,
     "MASTER_PORT=29500 mpiexec -n 2 python train.py": 2,
 }
-# of Open MPI, where it is installed: tests may run as root, on fewer cores than ranks
+# for Open MPI, if it is installed: tests may run as root, on fewer cores than ranks
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -192,7 +192,7 @@ def test_who_started_this_process_last_counts(more: dict[str, str], rank: str) -
 
 
 OF_RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
-# what a variable is changed to in a whole environment, and the words that refuse it
+# variables, their changes, and the words of the error
 WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
     (OF_RANK, {"RANK": "4"}, "must be less than WORLD_SIZE='4'"),
     (OF_RANK, {"RANK": "-1"}, "must be a whole number, at least 0"),

@@ -1,4 +1,4 @@
-"""Ops that a rank gives up in the midst of them: all hear of it, and nobody takes other data for his.
+"""Ops that a rank aborts while they run: all ranks get an error, and no rank takes wrong data.
 
 Ranks are on one host, or on two.
 """
@@ -72,7 +72,7 @@ def test_an_op_whose_thread_cannot_be_started(hosts: int, message: bool) -> None
     no_thread = RuntimeError("can't start new thread")
     group = default_group()
     group.barrier()
-    while any(each._thread for each in list(mail._mails)):  # of messages before
+    while any(each._thread for each in list(mail._mails)):  # for earlier messages
         time.sleep(1e-3)
     if group.rank == 0:
         with (

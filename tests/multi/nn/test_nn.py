@@ -1,7 +1,7 @@
 """Layers of interlace.nn against the unsharded ones of torch, in float64, over two steps.
 
-Every rank makes both under the same seed, gives each its part of the same input, and compares what comes
-out, and all gradients, with its part of the unsharded ones.
+Every rank makes both under the same seed and gives each its part of the same input. It compares outputs and
+gradients with its part of the unsharded ones.
 """
 
 import functools

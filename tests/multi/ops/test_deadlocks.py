@@ -1,6 +1,6 @@
-"""Ranks of one host that wait for each other hear of it at once; those that only seem to, go on.
+"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue.
 
-No timeout of these runs is ever reached: what is raised was seen.
+No timeout of these runs is ever reached: each error is a found deadlock.
 """
 
 import _thread

@@ -1,4 +1,4 @@
-"""Hooks of groups: what they see of which op, what they refuse, when they hear of the end."""
+"""Hooks of groups: the ops that they see, the ops that they refuse, and the end of a group."""
 
 import threading
 from collections.abc import Callable
@@ -281,7 +281,7 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
     x = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
     if group.rank == 1:
         x[1, 2] = x[1, 1] = value
-    output = torch.full((4, 3), NAN).to(dtype)  # what is only filled may be anything
+    output = torch.full((4, 3), NAN).to(dtype)  # outputs may have any contents
     checked = interlace.check_numerics(group, inf=kind == "inf")
     with pytest.raises(ValueError) as caught, checked:
         interlace.all_gather(output, x.to(dtype), group=group)
@@ -297,7 +297,7 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
 def test_the_index_is_that_of_a_complex_number_through_torchs_api() -> None:
     """torch passes a view of the tensor as real numbers; other views have their own index."""
     x = torch.ones(2, 3, dtype=torch.complex64)
-    # the other one hears of it
+    # the other rank gets an error
     x[1, 2] = 1 if interlace.get_rank() else complex(1, NAN)
     with interlace.check_numerics(dist.group.WORLD):
         for tensor, place in ((x, "[1, 2]"), (x[:, 2].imag, "[1]"), (x.imag, "[1, 2]")):

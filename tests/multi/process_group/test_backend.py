@@ -332,7 +332,7 @@ def test_a_mode_on_one_rank() -> None:
 
 @ranks(2, backend="interlace")
 def test_functional_ops() -> None:
-    gc.collect()  # what earlier tests of this process have started and not waited for
+    gc.collect()  # ops without a wait in earlier tests
     unwaited = torch._C._distributed_c10d._get_work_registry_size
     before = unwaited()
     group: Any = dist.group.WORLD

@@ -68,7 +68,7 @@ def callback_in_a_thread(rank, store):
         print("has followed", flush=True)
 
     if rank == 1:
-        store.wait(["follows"])  # of a finished op, it would be called at once and in this thread
+        store.wait(["follows"])  # after the op it would be called at once and in this thread
         dist.all_reduce(torch.ones(4))
     else:
         global following

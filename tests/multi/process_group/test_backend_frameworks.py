@@ -1,6 +1,6 @@
 """Torch's ways to train in parallel give the numbers of one process on the backend.
 
-Every case raises on its rank if its numbers are not those of the same computation in one process.
+Every case raises on its rank if its numbers differ from the same computation in one process.
 """
 
 import copy

@@ -21,7 +21,7 @@ from ranks import ranks
 from tiers import few
 
 OURS = "interlace:"
-FOR_A_PROFILE = "run", "transfer"  # what stands in a group's way while one is taken
+FOR_A_PROFILE = "run", "transfer"  # attributes that a group has only during a profile
 
 
 def names_in(profile: torch.profiler.profile) -> list[str]:

@@ -72,7 +72,7 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.01)
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------
 
 
 def own_record() -> RankRecord:
@@ -134,7 +134,7 @@ def test_messages_between_two_ranks_are_kept() -> None:
         assert waiting.site[0] == "test_messages_between_two_ranks_are_kept"
 
 
-# -- who reads it ----------------------------------------------------------------------------------
+# -- readers ---------------------------------------------------------------------------------------
 
 
 @ranks(3, gone=[1])
@@ -306,7 +306,7 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
         with pytest.raises(InterlaceError, match="no file of the flight recorder"):
             shown(tmp_path / name)
 
-    refused = PermissionError(13, "Permission denied")  # as of what /proc has of another user
+    refused = PermissionError(13, "Permission denied")  # like another user's files in /proc
     with mock.patch.object(Path, "iterdir", side_effect=refused):
         with pytest.raises(ValueError, match="If it is a rank of interlace, run inspect with"):
             shown(os.getpid())

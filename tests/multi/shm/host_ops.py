@@ -24,7 +24,7 @@ MOVED_PARTS = ("all_to_all", "scatter")
 MOVED_WHOLE = ("all_gather", "in place", "broadcast", "gather")
 OPS = (*REDUCED, *MOVED_WHOLE, *MOVED_PARTS)
 SIZES = Thresholds.of(own_caches(), 2)
-MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # of any world size
+MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # for any world size
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8)
 
 

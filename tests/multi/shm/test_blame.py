@@ -1,4 +1,4 @@
-"""Whom ranks blame when a wait ends: the one that all wait for, on every rank, and at once."""
+"""The rank that errors blame when a wait ends: all ranks name, at once, the rank that all wait for."""
 
 import itertools
 import os

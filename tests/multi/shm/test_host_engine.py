@@ -351,7 +351,7 @@ def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
     interlace.barrier()
 
 
-# -- what the machine decides ----------------------------------------------------------------------
+# -- decisions by the machine ----------------------------------------------------------------------
 
 
 def chosen(choice: WriteChoice, ops: int, through: float, past: float) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Joining a group of one host: who may connect, and what the others hear when a rank does not come."""
+"""Joining a group of one host: permitted connections, and errors of the others if a rank does not come."""
 
 import os
 import socket
@@ -99,7 +99,7 @@ def test_garbage_of_a_stranger_ends_nothing(
     stranger.connect(ends[0].address)
     stranger.send(said)
     assert all_meet(ends)
-    assert stranger.recv(1) == b""  # it was let go
+    assert stranger.recv(1) == b""  # it was closed
 
 
 IMPOSTOR = """
@@ -123,7 +123,7 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rende
     label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
     command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
     stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
-    while stranger.poll() is None:  # it is let go before any other has come
+    while stranger.poll() is None:  # it is closed before any other has come
         assert not ends[0]._connections
         ends[0]._accept()
         time.sleep(1e-3)

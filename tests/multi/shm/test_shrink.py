@@ -82,7 +82,7 @@ def to_the_last(world_size: int, folder: Path, seed: int, hosts: int = 1) -> int
         while True:
             said: dict[int, list[int]] = {}
             for rank in alive:
-                while said.get(rank) != alive:  # before that of fewer deaths, if these came in turn
+                while said.get(rank) != alive:  # first after fewer deaths, if these came in turn
                     said[rank] = heard(ends[rank])
                     assert set(alive) <= set(said[rank]), said
             if len(alive) == 1:
@@ -263,7 +263,7 @@ def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
     if half is not None:
         whole = torch.tensor([float(rank)])
         interlace.broadcast(whole, half.ranks[0], group=half)
-        assert half.ranks == (0, 1) and whole.item() == 2.0  # of 2 and 0, in this order
+        assert half.ranks == (0, 1) and whole.item() == 2.0  # the ranks 2 and 0, in this order
 
 
 def again_and_again(times: int) -> list[tuple[int, int, int]]:
@@ -344,7 +344,7 @@ def test_who_does_not_come_is_named() -> None:
             pytest.raises(interlace.CollectiveTimeoutError, match=r"for ranks \[0\]"),
         ):
             interlace.rebuild(group, range(3))
-    interlace.barrier()  # who drops a group leaves it
+    interlace.barrier()  # a rank that drops a group leaves it
 
 
 @on_hosts

@@ -277,7 +277,7 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
     other = threading.Thread(target=lambda: waits.wait() and memory.fill_(3))
     other.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(600)  # the thread has the lock when this one lets go of it, not sooner
+    sys.setswitchinterval(600)  # the thread gets the lock only when this one releases it
     try:
         waits.set()
         assert made.run(0) == (0 if keeps_lock else -1)
@@ -400,7 +400,7 @@ def refuse() -> None:
     ids=["variable", "processor", "halves", "system", "version", "llvmlite", "refused"],
 )
 def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
-    # what is known of this process is cached
+    # facts about this process are cached
     known = {name: getattr(machine_code, name).__wrapped__ for name in ("supported", "_run")}
     with mock.patch.multiple(machine_code, PROCESSOR="x86_64", **known), missing:
         assert not machine_code.available()

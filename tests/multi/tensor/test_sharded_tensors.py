@@ -25,7 +25,7 @@ from multi.tensor.meshes import expected_chunk
 from ranks import ranks
 from support import noise, payload
 
-LENGTHS = {(0, 0): 1, (0, 1): 3, (1, 0): 0, (1, 1): 2}  # of dim 0, cut by both mesh dims
+LENGTHS = {(0, 0): 1, (0, 1): 3, (1, 0): 0, (1, 1): 2}  # along dim 0, cut by both mesh dims
 
 
 def whole_of(*shape: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def test_what_is_gathered_again(mesh: DeviceMesh) -> None:
         (first(x) * checkpoint(second, x, use_reentrant=False)).sum().backward()
         assert (
             gathers.call_count == 11
-        )  # what is outside of a region is not there when it runs again
+        )  # values outside of a region do not exist when it runs again
     leaves = []
     for _ in range(2):  # that require a gradient, and have no backward
         x = sequence(1)().requires_grad_()

@@ -124,7 +124,7 @@ def test_meshes_of_two_dimensions() -> None:
     request = CalibrationRequest((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
     times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
-    quiet = {key: [100.0 + key[2]] for key in request.cases}  # what was measured may be all noise
+    quiet = {key: [100.0 + key[2]] for key in request.cases}  # a measurement may be all noise
     found = measured(request, [quiet], "interlace", "shm")
     assert [(link.dim, link.ranks) for link in found.links] == [(0, 2)] * 4 + [(1, 2)] * 4
 
@@ -173,7 +173,7 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
         "--cache",
         str(file),
     )
-    said = json.loads(printed)  # of rank 0 alone
+    said = json.loads(printed)  # from rank 0 alone
     assert said["backend"] == "gloo" and said["mesh"] == [2] and said["file"] == str(file)
     (read,) = calibration.read(file=file)
     assert read.backend == "gloo" and read.processes == "torchrun"

@@ -227,7 +227,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
     assert epochs.tolist() == [-2] * programs
 
 
-# -- who is chosen ---------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def test_small_messages_go_this_way_by_themselves() -> None:

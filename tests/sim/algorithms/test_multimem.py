@@ -158,7 +158,7 @@ def test_copiers_of_the_fused_gather(switch: bool) -> None:
         interlace.run(on_rank, 3)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @ranks(2, place="sim")
@@ -232,7 +232,7 @@ def everywhere(asm: str, memories: list[torch.Tensor]) -> Any:
 
 
 def test_a_load_sums_and_rounds_once() -> None:
-    big, small = 256.0, 0.6  # of bf16, whose neighbour of 256 is 258
+    big, small = 256.0, 0.6  # in bf16 the neighbour of 256 is 258
     memories = [torch.tensor([value, 1.0], dtype=BF16) for value in (big, small, small)]
     asm = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.bf16x2 $0, [m];"
     bits = everywhere(asm, memories)

@@ -1,6 +1,6 @@
 """The fused ops on fp8 operands with scales, by kernels and by torch, against float64.
 
-fp8 numbers have few bits, so their products are exact in fp32, and the bound is that of a matmul of the
+fp8 numbers have few bits, so their products are exact in fp32. The bound is the bound of a matmul of the
 scaled operands: each scale is one more rounding.
 """
 
@@ -213,7 +213,7 @@ def test_one_row_or_column_has_no_stride_that_matters(
     k: int, n: int, strides: tuple[int, int]
 ) -> None:
     if (k > 1 and strides[0] > 1) or (n > 1 and strides[1] > 1):
-        strides = strides[::-1]  # the odd one is that of the dimension of one element
+        strides = strides[::-1]  # a dimension of one element has the odd stride
     weight = torch.empty_strided((k, n), strides, dtype=E4M3).copy_(weight_of(2, k, n))
     scale = scale_of("row", 9, (1, n))
     world, lengths = 2, (4, 6)

@@ -290,7 +290,7 @@ def test_products_and_sums_are_launched_with_the_same_arguments() -> None:
     own = {
         "extents": Extents(4096, RANKS * 4096, RANKS * 32 * 16),
         "STAGES": 3,
-        # of the sum, not of what is added
+        # tiles of the sum, not of its terms
         "TILES": known["TILES"]._replace(BIAS="", ACTIVATION=""),
     }
     for made, more in (products, own), (sums, {}):

@@ -334,7 +334,7 @@ def test_what_is_no_group_and_no_name_is_named() -> None:
         interlace.new_group(name=wrong)
     with pytest.raises(TypeError, match=r"group must be None, a group .*, got 5 \(int\)"):
         interlace.barrier(wrong)
-    # its number is said once, by the others as that of who cannot take part
+    # the others name once the rank that cannot take part
     with pytest.raises(TypeError) as caught:
         interlace.all_reduce(torch.ones(1) if rank() == 0 else wrong)
     assert str(caught.value).count("rank 1") == 1, caught.value

@@ -1,6 +1,6 @@
 """Symmetric memory for user code in ``sim``: torch's names, weak memory, deadlocks, ends.
 
-What ranks do in ``shm`` too is in ``multi/symmetric_memory/test_symmetric_memory.py``.
+``multi/symmetric_memory/test_symmetric_memory.py`` has the tests that also run in ``shm``.
 """
 
 import functools
@@ -209,7 +209,7 @@ def test_place_cuda_points_at_torch() -> None:
 
 
 def test_memory_is_given_back_within_the_run() -> None:
-    gc.collect()  # what errors of earlier tests keep
+    gc.collect()  # memory that errors of earlier tests keep
     known = len(symmetric_tensors._allocations)
     alive: list[weakref.ref[Any]] = []
 

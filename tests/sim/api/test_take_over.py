@@ -1,4 +1,4 @@
-"""torch's fused ops, taken over: interlace's kernels are those of GPUs, and do their work on the fake one.
+"""torch's fused ops, taken over: interlace's kernels for GPUs run on the fake one.
 
 Tensors are the CPU's, so each op is called with the dispatch key of GPUs.
 """

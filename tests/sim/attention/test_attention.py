@@ -123,7 +123,7 @@ def test_control_tiles_without_masks_that_want_some(
     file = f"kernels/attention/{'backward' if 'key' in wrong else 'tiles'}.py"
     mutant = mutant_of(file, f"too many whole, {name}", (old, new))
     case = SOME_WHOLE[name]
-    # Of a negative scale the scores are so far apart that weights relative to the least of them overflow.
+    # With a negative scale the scores are so far apart that weights relative to the least of them overflow.
     case = replace(case, heads=(1, 1), size=16, scale=case.scale and 20 * case.scale)
     with mutated(mutant, tmp_path):
         found = interlace.run(attend, len(case.lengths), case, "all_gather", "fused")
@@ -157,7 +157,7 @@ def test_methods_and_schedules_have_the_same_bits() -> None:
         again.append(interlace.run(attend, 3, case, "all_gather", "fused", seed=1))
     again.append(interlace.run(attend, 3, replace(case, copiers=0), "all_gather", "fused", seed=2))
     for number, found in enumerate(again):
-        # what queries give to keys a ring adds up as it goes round, "ulysses" for all queries at once
+        # a ring adds gradients of keys step by step, "ulysses" for all queries at once
         own = METHODS[number] in ("ring", "ulysses") if number < len(METHODS) else False
         for mine, other in zip(first, found, strict=True):
             assert all(map(torch.equal, mine[: 3 if own else 5], other))
@@ -311,7 +311,7 @@ def ulysses(**options: Any) -> nn.UlyssesAttention:
 def test_a_layer_refuses_options_when_it_is_made(layer: Any, on: Callable[[Any], Any]) -> None:
     def made(**options: Any) -> None:
         layer(**options)
-        interlace.barrier()  # where a rank hears of another's refusal
+        interlace.barrier()  # here a rank gets the error of another's refusal
 
     wrong: list[tuple[str, Any, str]] = [
         ("layout", "thd", "layout must be one of bshd, sbhd, got 'thd'"),

@@ -24,7 +24,7 @@ from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from stand_ins.fake_driver import install
 
 CASE = AttentionCase((7, 4, 6), heads=(6, 3), value_size=24, batch=1)
-FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # of fewer none waits for room around a ring
+FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # with fewer ranks none waits for room around a ring
 COPY_ENGINE, COPIERS, RING = ("all_gather", 0), ("all_gather", 1), ("ring", 0)
 WAYS = COPY_ENGINE, COPIERS, RING, ("ulysses", 0)
 

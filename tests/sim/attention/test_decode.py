@@ -23,7 +23,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 def cache(
     rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype, value_size: int | None = None
 ) -> list[torch.Tensor]:
-    """Return keys and values; ``value_size``: of heads of values, None for that of keys."""
+    """Return keys and values; ``value_size``: size of value heads, None for the size of key heads."""
     sizes = size, size if value_size is None else value_size
     return [noise(rank, n, (2, tokens, heads, each), dtype) for n, each in enumerate(sizes, 1)]
 

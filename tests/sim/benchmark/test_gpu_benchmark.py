@@ -164,7 +164,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
     connections: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu, probe = FakeGpu(connections=connections), module("gpu_probe")
-    clock = [0.0]  # of its own: a busy machine changes nothing
+    clock = [0.0]  # an artificial clock: a busy machine changes nothing
 
     def tick() -> float:
         clock[0] += 1e-4
@@ -174,7 +174,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
         end = clock[0] + cycles / probe.CYCLES / 1e3
         gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: clock[0] > end]))
 
-    gpu.let_hosts_run = tick  # what is enqueued may take a while
+    gpu.let_hosts_run = tick  # enqueued work may take a while
     played = (
         (probe, "time", SimpleNamespace(perf_counter=tick)),
         (torch.cuda, "init", lambda: None),

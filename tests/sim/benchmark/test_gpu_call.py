@@ -55,7 +55,7 @@ def test_every_step_of_the_first_two_calls_runs(tmp_path: pathlib.Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         summary = (tmp_path / call / "summary.txt").read_text()
         names = re.findall("^== (.*): status 0", summary, re.MULTILINE)
-        assert len({*names}) == len(names) > 5  # each has a log of its own
+        assert len({*names}) == len(names) > 5  # each has its own log
         with tarfile.open(tmp_path / f"{call}.tgz") as packed:
             logs = {f"{call}/{name}.log" for name in names}
             assert logs | {f"{call}/summary.txt"} <= {*packed.getnames()}

@@ -1,4 +1,4 @@
-"""The facts that a GPU is asked for: what is told of answers that are played."""
+"""The facts that a GPU is asked for: the report on recorded answers."""
 
 import ctypes
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(facts: Any)
 def test_ctas_have_the_shared_memory_of_the_largest_tile_that_ships() -> None:
     figures = (ROOT / "docs/reference/kernel-counts.md").read_text()
     row = next(each for each in figures.splitlines() if each.startswith("| shared memory, bytes"))
-    _, triton, _, roles = row.split("|")[2:6]  # those of 3 stages ship
+    _, triton, _, roles = row.split("|")[2:6]  # the ones of 3 stages ship
     assert f"{module('gpu_facts').SHARED:,}" == max(triton, roles).strip()
 
 

@@ -43,7 +43,7 @@ def recorded(outcome: command.CaseResult) -> recording.Recording:
     return outcome.recording
 
 
-# -- what is measured --------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------
 
 
 def test_errors_are_within_bounds(small: Any) -> None:
@@ -136,7 +136,7 @@ def test_bound_of_the_mlp_is_not_loose(small: Any) -> None:
     assert reference.worst_ratio(value + 3 * bound, value, bound) > 1
 
 
-# -- what is printed ---------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -88,7 +88,7 @@ LOADS = line_of("        total += tl.load(theirs + offsets)")
 STORES = line_of("    tl.store(own + offsets, tl.load(input_ptr + offsets))")
 
 
-# -- what is in it -------------------------------------------------------------------------------
+# -- contents ------------------------------------------------------------------------------------
 
 
 def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:

@@ -60,7 +60,7 @@ def test_the_first_that_can_be_run_is_taken(
         assert races(rounded, 1, fp8, seeds=1).clean
         assert found == used
         assert races(copied, 1, seeds=1).clean
-    assert found == used  # what can be is interpreted
+    assert found == used  # everything else is interpreted
 
 
 def test_where_all_refuse_the_error_says_all() -> None:

@@ -249,7 +249,7 @@ def test_a_tensor_over_memory_of_others() -> None:
     assert over.tolist() == [2, 3, 4, 5]
 
 
-# -- what is said of others ------------------------------------------------------------------------
+# -- warnings about other versions -----------------------------------------------------------------
 
 
 def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:

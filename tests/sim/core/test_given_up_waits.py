@@ -1,7 +1,7 @@
-"""A wait that gives up lets nothing behind it go: what a peer may still be reading is left alone.
+"""After a wait that times out, a kernel stores nothing into memory that a peer may still read.
 
-An op runs once on simulated ranks; then its kernel runs again on rank 0 alone, as if rank 1 had never
-finished: its credit is missing, so rank 0 has to give up and must not have touched rank 1's memory.
+An op runs once on simulated ranks. Then its kernel runs again on rank 0 alone, as if rank 1 had never
+finished. The credit of rank 1 is missing, so rank 0 must time out without a store to rank 1's memory.
 """
 
 import functools

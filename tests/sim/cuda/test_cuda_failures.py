@@ -1,6 +1,6 @@
 """Ends of waits on a GPU that would not end by themselves: bounds, dead peers, aborts.
 
-On the fake GPU; the watchdog looks when it is told to.
+The GPU is the fake one, and its watchdog looks only when a test calls it.
 """
 
 import contextlib

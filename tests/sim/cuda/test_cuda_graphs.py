@@ -78,7 +78,7 @@ def gather_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return interlace.all_gather_grouped_matmul(x, each, [ROWS], algorithm="pipelined")[0]
 
 
-# what the whole output is, where every rank's input is filled with its value
+# the whole output, if every rank's input is filled with its value
 OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
     fused_gather: lambda values, rank: values,
     pipelined_gather: lambda values, rank: values,

@@ -1,7 +1,7 @@
-"""The launch side of virtual ranks on a GPU, on the fake one: what is launched when.
+"""The launch side of virtual ranks on a GPU: the order of loads and launches on the fake one.
 
-What is checked is the order that keeps ranks from blocking each other on a real GPU: every kernel of an op
-is loaded on every rank before any rank launches one, and no rank goes on before all have launched.
+This order keeps ranks from blocking each other on a real GPU. Every kernel of an op is loaded on every rank
+before any rank launches one, and no rank continues before all have launched.
 """
 
 import os

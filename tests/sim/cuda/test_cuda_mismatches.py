@@ -1,6 +1,6 @@
 """Calls on a GPU that do not fit together: found without waiting, and named on every rank.
 
-On the fake GPU; the watchdog looks when it is told to.
+The GPU is the fake one, and its watchdog looks only when a test calls it.
 """
 
 import pytest

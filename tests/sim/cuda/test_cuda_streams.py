@@ -367,7 +367,7 @@ def test_memory_is_given_up_when_the_op_was_waited_for(eager: float) -> None:
         torch.cuda.synchronize()
         gc.collect()
         assert memory.expired()
-        # of one that nobody waits for: when it has ended, at the next
+        # without a wait: at the next op after its end
         y = torch.ones(64, 16)
         memory = StorageWeakRef(y.untyped_storage())
         interlace.all_gather_matmul(y, torch.eye(16), algorithm="fused", async_op=True)

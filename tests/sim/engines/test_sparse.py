@@ -74,7 +74,7 @@ def test_sums_are_rounded_once() -> None:
     half = torch.float16
     large, one = torch.tensor([2048], dtype=half), torch.ones(1, dtype=half)
     assert on_ranks("sum", large, one, one).tolist() == [2050]
-    assert on_ranks("sum", torch.cat([large, one, one]), one[:0]).tolist() == [2050]  # of one rank
+    assert on_ranks("sum", torch.cat([large, one, one]), one[:0]).tolist() == [2050]  # on one rank
     assert on_ranks("avg", *[torch.tensor([60000.0], dtype=half)] * 3).tolist() == [60000]
 
 

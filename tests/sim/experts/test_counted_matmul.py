@@ -243,7 +243,7 @@ def test_sends_are_those_of_known_counts(counts: list[list[int]], chunk: int, mo
     """Rows, chunks and their order are equal, and no two chunks of a rank share a slot."""
     most = max(1, *map(sum, counts)) + more
     sizes = CountedSizes(most, chunk, 3, 2)
-    slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # those of counts and of the table
+    slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # slots of counts and of the table
     for rank in range(3):
         routes = Routes(
             rank, tuple(map(tuple, counts)), tuple((2 * r, 2 * r + 2) for r in range(3))

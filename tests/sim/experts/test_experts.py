@@ -1,7 +1,7 @@
 """Dispatch, combine, grouped matmul + combine on simulated ranks: any routing, dtype and schedule.
 
-Every call runs on poisoned workspaces and outputs. What is moved is compared bit by bit, what is multiplied
-with the bound of ``interlace.reference``.
+Every call runs on poisoned workspaces and outputs. Moved data is compared bit by bit, and products with the
+bound of ``interlace.reference``.
 """
 
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass
 class Case:
-    """``tokens`` by rank; ``each`` experts on every rank; ``topk`` slots, some without an expert."""
+    """``tokens`` by rank, ``each`` experts on every rank, and ``topk`` slots, some without an expert."""
 
     tokens: list[int]
     each: int = 2
@@ -574,7 +574,7 @@ def test_a_missing_signal_is_found(run: Any, without: str) -> None:
         assert races(run, 2, seeds=1).clean is not bool(without)
 
 
-# -- who goes where ------------------------------------------------------------------------------------
+# -- places of rows ------------------------------------------------------------------------------------
 
 CHOICES = st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=7)
 

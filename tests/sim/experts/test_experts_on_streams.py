@@ -221,7 +221,7 @@ def test_the_host_waits_for_nothing_when_a_call_is_repeated(
             results = layer(x, idx, kind)
             of.this = False
             torch.cuda.synchronize()
-            times = (idx + 1).sum(1, keepdim=True)  # of the slot without an expert 0
+            times = (idx + 1).sum(1, keepdim=True)  # 0 for the slot without an expert
             if not torch.equal(sum(results), x * times):  # type: ignore[arg-type]
                 wrong.append(number)
         assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""Handles of dispatches: ranks that take those of different ones are told, all of them."""
+"""Handles of dispatches: if ranks use handles of different dispatches, all ranks raise."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
 
 CHOSEN = torch.tensor([[0, 1], [1, -1]])
-OTHERS = CHOSEN.flip(1)  # of equal shapes
+OTHERS = CHOSEN.flip(1)  # equal shapes
 TEXT = "the dispatch of the handle, counted back, differs between ranks: 0 on rank 0, 1 on rank 1"
 
 

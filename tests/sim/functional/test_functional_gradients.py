@@ -65,7 +65,7 @@ def test_complex_numbers() -> None:
 def test_second_gradients(place: str) -> None:
     rank, size = interlace.get_rank(), interlace.get_world_size()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # in processes, too
+        warnings.simplefilter("error")  # also in processes
         for case in TABLE:
             everyone = [
                 [each.requires_grad_() for each in case.inputs(of, size)] for of in range(size)
@@ -162,7 +162,7 @@ def test_ranks_take_turns_in_many_orders() -> None:
         assert x.grad is not None
         return x.grad.tolist()
 
-    # y = 3 * sum(x), gathered twice on both ranks, of which the parts are those of rank 1
+    # y = 3 * sum(x) is gathered twice on both ranks; these are the parts of rank 1
     total = torch.arange(1.0, 4.0) * 2 + 1
     right = (3 * 3 * total * 4).tolist()
     for seed in range(4):

@@ -195,7 +195,7 @@ def test_names_can_be_defined() -> None:
 
 @ranks()
 def test_eager_functions_refuse() -> None:
-    """A LocalTensor has no memory of its own, so the functions could only return wrong numbers."""
+    """A LocalTensor has no memory, so the functions could only return wrong numbers."""
     x = LocalTensor({rank: torch.ones(2, 2) * (rank + 1) for rank in range(2)})
     plain, out = torch.ones(2, 2), torch.empty(4, 2)
     calls: list[Callable[[Any], Any]] = [

@@ -54,7 +54,7 @@ def test_every_argument_is_named(op: Op) -> None:
     interlace.run(on_rank, 1)
 
 
-WRONG: Any = torch.ones(2)  # of which nobody asks whether it is true
+WRONG: Any = torch.ones(2)  # no check may ask whether it is true
 ROWS, CHOSEN, EXPERT = torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]]), torch.ones(1, 4, 4)
 Given = dict[str, Any]
 

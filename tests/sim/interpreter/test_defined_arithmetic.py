@@ -90,7 +90,7 @@ def test_no_split_of_a_product_changes_a_bit(dtype: str, data: Any, seed: int, s
     rows, columns, depth = (data.draw(st.integers(1, most)) for most in (9, 9, 40))
     left = numbers(seed, (rows, depth), dtype, spread)
     right = numbers(seed + 1, (depth, columns), dtype, spread)
-    if data.draw(st.booleans()):  # what cancels is not sure after a BLAS
+    if data.draw(st.booleans()):  # a BLAS may not cancel these terms
         left, right = np.concatenate([left, -left], 1), np.concatenate([right, right], 0)
     if data.draw(st.booleans()):
         left = special(left, seed)

@@ -141,7 +141,7 @@ def test_elements_of_less_than_32_bits_share_a_register() -> None:
     assert out.tolist() == a.tolist()
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("asm", "match"), table("refused"))

@@ -107,7 +107,7 @@ def told(function: Callable[[], Any]) -> Any:
         return type(error).__name__
     if not isinstance(made, tl.tensor):
         return made
-    if made.handle is None:  # of a store
+    if made.handle is None:  # the result of a store
         return str(made.type), str(made.dtype), list(made.shape), int(made.numel.value)
     data = made.handle.data
     return (

@@ -128,7 +128,7 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
     file = files()
     whole = kept.read(file)
     assert whole is not None and ".entry number(" in whole.ptx
-    assert files(kernels.thread) != file and kept.read(asked[-1]) is None  # of no file's texts
+    assert files(kernels.thread) != file and kept.read(asked[-1]) is None  # no file has its texts
     monkeypatch.setattr(compiled, "compile_one", None)
     assert files() == file
     for damaged in (
@@ -169,7 +169,7 @@ X = torch.arange(1.0, 65.0)
         ("of_aggregates", 4 * X),
         ("of_gluon", X + 1),
         ("tuned", X + 2 * 16),  # the first configuration
-        ("pruned", X + 2 * 32),  # of those that are left
+        ("pruned", X + 2 * 32),  # the first of the remaining ones
     ],
 )
 def test_what_only_the_compiler_has(name: str, result: torch.Tensor) -> None:

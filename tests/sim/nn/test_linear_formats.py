@@ -186,7 +186,7 @@ def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
         columns = down.narrow(1, 512 // size * rank, 512 // size)
         op = interlace.matmul_reduce_scatter(wide, columns.t(), format=down.format)
         assert torch.equal(part, op + row.bias)
-        row.reset_parameters()  # of which the weight is none
+        row.reset_parameters()  # it leaves the weight alone
         assert torch.equal(row(wide), op + row.bias)
         assert list(row.state_dict()) == ["bias"]
 

@@ -62,7 +62,7 @@ class Case:
         return noise(0, call, (self.columns,), self.result_dtype)
 
     def norm(self) -> Any:
-        # of a scale that is known before, so small that fp8 saturates
+        # this static scale is so small that fp8 saturates
         by = 1 / 400 if self.quantize == STATIC else 1
         if self.kind == "rms":
             return interlace.RMSNorm(self.vector(30) / by if self.affine else None, 1e-5)

@@ -1,6 +1,6 @@
-"""The flight recorder on GPUs: ops as hosts agree on them, their ends as the device tells them.
+"""The flight recorder on GPUs: ops as hosts agree on them, and their ends from the device.
 
-On the fake GPU; the watchdog looks when it is told to.
+The GPU is the fake one, and its watchdog looks only when a test calls it.
 """
 
 import os

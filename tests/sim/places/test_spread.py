@@ -104,7 +104,7 @@ def test_this_thread_does_move() -> None:
     words = [memoryview(bytearray(8)).cast("q") for _ in range(2)]
     ranks = CoreSpread(words, 1)
     assert spread._core is not None
-    for _ in range(20):  # the operating system moves threads, too
+    for _ in range(20):  # the operating system also moves threads
         ranks.say()
         here = words[1][0]
         words[0][0] = here

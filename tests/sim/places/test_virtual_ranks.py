@@ -59,7 +59,7 @@ def test_a_rank_that_never_comes_is_named_at_once() -> None:
 
 def test_timeout_names_who_is_missing() -> None:
     def host(turns: Turns, rank: int) -> None:
-        if rank == 0:  # whose turn is the first
+        if rank == 0:  # it has the first turn
             time.sleep(0.4)
         turns.meet("late", rank, 2, None, "an op")
 

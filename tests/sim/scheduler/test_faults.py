@@ -1,4 +1,4 @@
-"""Failures: deadlock reports, exceptions of ranks, time limits, and waits that give up."""
+"""Failures: deadlock reports, exceptions of ranks, time limits, and waits that time out."""
 
 import inspect
 import re

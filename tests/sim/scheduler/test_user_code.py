@@ -1,4 +1,4 @@
-"""User code besides calls of ops: kernels of its own, errors on one rank, Ctrl-C."""
+"""User code besides calls of ops: its own kernels, errors on one rank, Ctrl-C."""
 
 import os
 import subprocess

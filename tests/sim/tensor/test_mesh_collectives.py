@@ -34,7 +34,7 @@ def test_every_row_has_its_own_source(mesh_dim: int, group_src: int, async_op: b
     source = 2 * row + group_src if mesh_dim else 2 * group_src + column
     mine, part = payload(rank, 0, (3, 2)), torch.full((2, 2), torch.nan)
     whole = [payload(rank, 1 + r, (2, 2)) for r in range(2)]
-    # what others pass is not read, as in torch
+    # arguments of other ranks are not read, as in torch
     works = (
         tensor.mesh_broadcast(mine, mesh, mesh_dim, async_op, group_src=group_src),
         tensor.mesh_scatter(part, whole, mesh, mesh_dim, async_op, group_src=group_src),

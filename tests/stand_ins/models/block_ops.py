@@ -1,10 +1,11 @@
 """Ops of vLLM and torchao for block-scaled operands, for machines without them, computed by torch.
 
-vLLM: ``csrc/libtorch_stable/torch_bindings.cpp`` (``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
-``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``); ``model_executor/layers/quantization/utils/fp8_utils.py``
-(``w8a8_triton_block_scaled_mm_func``, ``padded_cutlass``, ``fp8_gemm_nt_op``); ``utils/flashinfer.py``
-(``flashinfer_mm_fp4``). torchao: ``prototype/blockwise_fp8_training/kernels.py``
-(``blockwise_scaled_mm``), and ``prototype/mx_formats/utils.py`` (:func:`to_blocked`).
+- vLLM, ``csrc/libtorch_stable/torch_bindings.cpp``: ``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
+  ``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``.
+- vLLM, ``model_executor/layers/quantization/utils/fp8_utils.py``: ``w8a8_triton_block_scaled_mm_func``,
+  ``padded_cutlass``, ``fp8_gemm_nt_op``. ``utils/flashinfer.py``: ``flashinfer_mm_fp4``.
+- torchao, ``prototype/blockwise_fp8_training/kernels.py``: ``blockwise_scaled_mm``.
+  ``prototype/mx_formats/utils.py``: :func:`to_blocked`.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """vLLM's ops for the norms after an all-reduce, for machines without vLLM: its schemas, computed by torch.
 
-As in vLLM's ``csrc`` and ``vllm.ir``: those of ``_C`` change their arguments, those of ``vllm_ir`` do not.
+The sources are vLLM's ``csrc`` and ``vllm.ir``. Ops of ``_C`` change their arguments, unlike ``vllm_ir``.
 """
 
 from collections.abc import Callable, Sequence
