@@ -6,8 +6,7 @@ there. They come from its signature and a rule: :data:`RULES` has one for each t
 ``run`` and the checks of ``interlace.verify`` have arguments, and take the arguments of the function that
 they run. A call with only arguments of the function is checked against its parameters. So is a call with
 positional ones of the function and keyword arguments of the check. No type exists for both kinds of keyword
-arguments in one call: pass the function's arguments by
-``functools.partial`` there.
+arguments in one call: pass the function's arguments by ``functools.partial``.
 """
 
 import ast
