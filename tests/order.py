@@ -46,7 +46,7 @@ LONGEST = (
 )
 
 FIND_MOST = (
-    "multi/attention/test_attention_shm.py",
+    "multi/ops/test_ops_shm.py",
     "sim/algorithms/test_warp_roles.py",
     "sim/engines/test_stream_engine.py",
     "sim/norms/test_norms.py",

@@ -1,5 +1,6 @@
-"""``make gpu-cache``: what is packed is found again where it was made, and what is missing is named."""
+"""``make gpu-cache``: packed kernels are found again, missing ones are named, and keys never vary."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cases.texts import texts_beside
 from tiers import thorough
 
 ROOT = Path(__file__).parents[3]
@@ -104,3 +106,27 @@ def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert ".venv-2.11/bin/python benchmarks/gpu_cache.py" in done.stdout
+
+
+PROGRAM = texts_beside(__file__)["cache keys"]
+
+
+def keys(whose: str) -> list[tuple[dict[str, str], list[str]]]:
+    """Return the keys of two processes; one of them asks for them in the other order."""
+    command = [sys.executable, "-c", PROGRAM, whose]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[tuple[dict[str, str], list[str]]] = json.loads(done.stdout)
+    return found
+
+
+def test_keys_do_not_depend_on_what_was_asked_for_before() -> None:
+    (forwards, several), (backwards, _) = keys("ours")
+    assert len(forwards) > 100 and forwards == backwards
+    assert several == [], "Triton sorts constants of one name by the addresses of their modules"
+
+
+@thorough
+def test_control_keys_of_triton_alone_depend_on_it() -> None:
+    (forwards, _), (backwards, _) = keys("theirs")
+    assert forwards != backwards

@@ -1,4 +1,4 @@
-"""The flight recorder: what is kept of ops, who can read it, and what torch's analyser makes of it."""
+"""The flight recorder: its contents, its readers, torch's analyser, and the writer of a record."""
 
 import contextlib
 import io
@@ -22,11 +22,20 @@ from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.groups.groups import default_group
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes import dump, recorder
-from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
+from interlace.runtime.processes.recorder import (
+    ENTRIES,
+    REGION_BYTES,
+    FlightRecorder,
+    PastOp,
+    RankRecord,
+    read_file,
+    read_rank,
+)
 from ranks import ranks
 
 LINES = Path(__file__).read_text().splitlines()
@@ -459,3 +468,54 @@ def test_files_that_others_prune_meanwhile(tmp_path: Path) -> None:
     with mock.patch.object(dump.os, "unlink", also_by_another):
         dump._prune(str(tmp_path))
     assert len(gone) == 2 and len(os.listdir(tmp_path)) == dump.MOST_FILES
+
+
+WHO = "a group", 0, (0, 1), (11, 12), ()
+
+
+def test_a_log_that_is_full_begins_anew() -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    for number in range(1, 2000):
+        op = Call("op", (("number", number), ("text", "x" * 300))).message
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
+        if number % 97 == 0:
+            ops = read_rank(bytes(region), None, 0.0, "").collectives
+            told = [op for op in ops if op.op != "?"]
+            assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
+            assert ops[-1].number == number and len(told) >= min(number, 40)
+    long = Call("op", (("text", "x" * 5000),)).message
+    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, kept.told(long))
+    last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
+    assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
+
+
+def through(depth: int, kept: FlightRecorder, number: int) -> None:
+    """Call the recorder through several functions, as interlace does."""
+    if depth:
+        through(depth - 1, kept, number)
+    else:
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told("an op"))
+
+
+def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    space: dict[str, Any] = {"__name__": "interlace.inside"}
+    source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
+    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, kept.told('an op')"
+    exec(f"{source}    else: kept.begins({entry})", space)
+    monkeypatch.setitem(globals(), "through", space["through"])
+    expected = {}
+    for number, depth in enumerate([1, 1, 5, 1, 3, 3, 5], 1):
+        if number % 2:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        else:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        expected[number] = line
+    ops = read_rank(bytes(region), None, 0.0, "").collectives
+    assert {op.number: op.site[2] for op in ops} == expected
