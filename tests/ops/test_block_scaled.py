@@ -15,6 +15,7 @@ from interlace.groups.specs import describe
 from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
+from ranks import ranks
 from tiers import few
 
 ROWS = (5, 2, 0, 3, 1)  # in each rank's shard
@@ -294,15 +295,13 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
     ],
 )
 @pytest.mark.parametrize("form", [interlace.all_gather_matmul, functional.matmul_all_reduce])
+@ranks(2, place="sim")
 def test_wrong_operands_are_refused_on_all_ranks(
     form: Any, input: Any, weight: Any, error: type[Exception], words: str
 ) -> None:
-    def call() -> None:
-        other = interlace.get_rank() == 1
-        with pytest.raises(error, match=words):
-            form(*((X, W) if other and error is ValueError else (input, weight)))
-
-    interlace.run(call, 2)
+    other = interlace.get_rank() == 1
+    with pytest.raises(error, match=words):
+        form(*((X, W) if other and error is ValueError else (input, weight)))
 
 
 def gathers_of_torch(x: Any) -> Any:
@@ -324,22 +323,20 @@ def dispatches(x: Any) -> Any:
         dispatches,
     ],
 )
+@ranks(2, place="sim")
 def test_ranks_compare_k_and_format(form: Any) -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        for shapes, names, words in (
-            (
-                (160, 170),
-                ("mxfp8", "mxfp8"),
-                "k differs between ranks: 160 on rank 0, 170 on rank 1",
-            ),
-            ((160, 160), ("mxfp8", "mxfp8_e5m2"), "format differs between ranks: mxfp8 on rank 0"),
-        ):
-            x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match=words):
-                form(x)
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    for shapes, names, words in (
+        (
+            (160, 170),
+            ("mxfp8", "mxfp8"),
+            "k differs between ranks: 160 on rank 0, 170 on rank 1",
+        ),
+        ((160, 160), ("mxfp8", "mxfp8_e5m2"), "format differs between ranks: mxfp8 on rank 0"),
+    ):
+        x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            form(x)
 
 
 def gather_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
@@ -487,29 +484,23 @@ def tensors_only(x: Any) -> dict[str, Any]:
     }
 
 
+@ranks(2, place="sim")
 def test_what_takes_no_scaled_says_what_to_pass() -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        for name, op in tensors_only(made("mxfp8", 4, 0)).items():
-            words = (
-                rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
-            )
-            with pytest.raises(TypeError, match=words):
-                op()
-        alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
-        for name in alone:
-            x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
-            with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
-                tensors_only(x)[name]()
-        with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
-            interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
-        received, _ = interlace.experts.dispatch(
-            made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2
-        )
-        with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
-            interlace.experts.multiply(received, torch.ones(1, INNER, 2))
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    for name, op in tensors_only(made("mxfp8", 4, 0)).items():
+        words = rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
+        with pytest.raises(TypeError, match=words):
+            op()
+    alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
+    for name in alone:
+        x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
+        with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
+            tensors_only(x)[name]()
+    with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
+        interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
+    received, _ = interlace.experts.dispatch(made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2)
+    with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
+        interlace.experts.multiply(received, torch.ones(1, INNER, 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -532,78 +523,69 @@ def test_tensors_that_stand_for_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_what_ops_return_is_packed(name: str) -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
-        found: list[Any] = [
-            interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
-            functional.all_gather_matmul(x, weight, return_gathered=True)[0],
-            interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
-        ]  # fmt: skip
-        for each in found:
-            rows = formats.packed_rows(each)
-            assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
-            again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
-            right, bound = product(each, weight)
-            assert torch.all((again - 2 * right).abs() <= 2 * bound)
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
+    found: list[Any] = [
+        interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
+        functional.all_gather_matmul(x, weight, return_gathered=True)[0],
+        interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
+    ]  # fmt: skip
+    for each in found:
+        rows = formats.packed_rows(each)
+        assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
+        again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
+        right, bound = product(each, weight)
+        assert torch.all((again - 2 * right).abs() <= 2 * bound)
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_a_dispatch_into_places(name: str) -> None:
     """Places without a row have zeros, and the grouped matmul takes all places."""
-
-    def call() -> None:
-        rank = interlace.get_rank()
-        x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
-        weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
-        received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
-        rows: Any = received.x
-        assert rows.shape == (1, 10, INNER)
-        rows.check_scales()
-        came = int(received.num_tokens_per_expert)
-        assert not rows.dequantize()[0, came:].any()
-        own = weights[rank]
-        weight: Any = Scaled(own.values[None], own.scales[None], name, own.whole).t()
-        handle = handle._replace(topk_weights=torch.ones(4, 1))
-        made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
-        for token, expert in enumerate(chosen.flatten().tolist()):
-            right, bound = product(x, weights[expert].t())
-            if expert < 0:
-                right, bound = 0 * right, 0 * bound
-            assert torch.all((made_of[token] - right[token]).abs() <= bound[token])
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
+    weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
+    received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
+    rows: Any = received.x
+    assert rows.shape == (1, 10, INNER)
+    rows.check_scales()
+    came = int(received.num_tokens_per_expert)
+    assert not rows.dequantize()[0, came:].any()
+    own = weights[rank]
+    weight: Any = Scaled(own.values[None], own.scales[None], name, own.whole).t()
+    handle = handle._replace(topk_weights=torch.ones(4, 1))
+    made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
+    for token, expert in enumerate(chosen.flatten().tolist()):
+        right, bound = product(x, weights[expert].t())
+        if expert < 0:
+            right, bound = 0 * right, 0 * bound
+        assert torch.all((made_of[token] - right[token]).abs() <= bound[token])
 
 
+@ranks(2, place="sim")
 def test_there_is_no_gradient() -> None:
-    def call() -> None:
-        bias = torch.ones(COLUMNS, dtype=torch.bfloat16, requires_grad=True)
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
-            interlace.all_gather_matmul(X, W, bias=bias)
-        learning = bias if interlace.get_rank() else bias.detach()
-        with pytest.raises((RuntimeError, ValueError), match="operands have no gradients"):
-            functional.all_gather_matmul(X, W, bias=learning)
-        values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
-        taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
-            interlace.matmul_all_reduce(taught, weight)
-
-    interlace.run(call, 2)
+    bias = torch.ones(COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        interlace.all_gather_matmul(X, W, bias=bias)
+    learning = bias if interlace.get_rank() else bias.detach()
+    with pytest.raises((RuntimeError, ValueError), match="operands have no gradients"):
+        functional.all_gather_matmul(X, W, bias=learning)
+    values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
+    taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()
+    with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        interlace.matmul_all_reduce(taught, weight)
 
 
+@ranks(2, place="sim")
 def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
-    def call() -> None:
-        gather: Any = functional.all_gather_scaled_matmul
-        scales = X.scales, W.scales
-        with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
-            gather(X.values, [W.values, W.values], scales[0], [scales[1]])
-        with pytest.raises(TypeError, match="must be tensors with separate scales"):
-            gather(X if interlace.get_rank() else X.values, W.values, *scales)
-
-    interlace.run(call, 2)
+    gather: Any = functional.all_gather_scaled_matmul
+    scales = X.scales, W.scales
+    with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
+        gather(X.values, [W.values, W.values], scales[0], [scales[1]])
+    with pytest.raises(TypeError, match="must be tensors with separate scales"):
+        gather(X if interlace.get_rank() else X.values, W.values, *scales)
 
 
 def tensors_of_torch(name: str) -> None:
@@ -643,34 +625,28 @@ def test_tensors_as_torch_has_them(name: str) -> None:
     interlace.run(tensors_of_torch, 2, name)
 
 
+@ranks(2, place="sim")
 def test_a_dispatch_does_not_quantize_again() -> None:
-    def call() -> None:
-        tokens: Any = made("mxfp8", 2, 0)
-        chosen = torch.tensor([[0], [1]])
-        words = "use_fp8 quantizes x, which has scales already"
-        with pytest.raises(ValueError, match=words):
-            interlace.experts.dispatch(tokens, chosen, None, 2, use_fp8=True)
-        with pytest.raises(ValueError, match=words):
-            interlace.experts.low_latency_dispatch(tokens, chosen, 2, 2)
-        turned: Any = tokens.t()
-        with pytest.raises(
-            ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"
-        ):
-            interlace.experts.dispatch(turned, chosen, None, 2)
-
-    interlace.run(call, 2)
+    tokens: Any = made("mxfp8", 2, 0)
+    chosen = torch.tensor([[0], [1]])
+    words = "use_fp8 quantizes x, which has scales already"
+    with pytest.raises(ValueError, match=words):
+        interlace.experts.dispatch(tokens, chosen, None, 2, use_fp8=True)
+    with pytest.raises(ValueError, match=words):
+        interlace.experts.low_latency_dispatch(tokens, chosen, 2, 2)
+    turned: Any = tokens.t()
+    with pytest.raises(ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"):
+        interlace.experts.dispatch(turned, chosen, None, 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_a_packed_weight_is_copied_no_more(name: str) -> None:
-    def call() -> None:
-        x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
-        packed = weight.packed()
-        assert formats.packed_rows(packed).data_ptr() == formats.packed_rows(packed).data_ptr()
-        assert torch.equal(packed.dequantize(), weight.dequantize())
-        plain: Any = interlace.all_gather_matmul(x, weight)
-        assert torch.equal(interlace.all_gather_matmul(x, packed), plain)  # type: ignore[arg-type]
-        packed.values.view(torch.uint8).zero_()
-        assert not interlace.all_gather_matmul(x, packed).any()  # type: ignore[union-attr]
-
-    interlace.run(call, 2)
+    x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
+    packed = weight.packed()
+    assert formats.packed_rows(packed).data_ptr() == formats.packed_rows(packed).data_ptr()
+    assert torch.equal(packed.dequantize(), weight.dequantize())
+    plain: Any = interlace.all_gather_matmul(x, weight)
+    assert torch.equal(interlace.all_gather_matmul(x, packed), plain)  # type: ignore[arg-type]
+    packed.values.view(torch.uint8).zero_()
+    assert not interlace.all_gather_matmul(x, packed).any()  # type: ignore[union-attr]

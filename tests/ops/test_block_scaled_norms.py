@@ -13,6 +13,7 @@ from interlace import functional, reference
 from interlace.ops.matmul import launch_norms, norms
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, Scaled, packed_rows, quantize
 from interlace.runtime.numerics.norms import RowNorm
+from ranks import ranks
 from sim.algorithms.node_support import TWO, on_nodes
 from sim.norms.counted import launches
 from support import poisoned
@@ -230,11 +231,9 @@ def test_empty_parts_and_no_numbers(name: str, op: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
+@ranks(4, place="sim")
 def test_on_several_nodes(op: str, algorithm: str) -> None:
-    def on_rank() -> None:
-        every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
-
-    interlace.run(on_rank, 4)
+    every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
 
 
 def other_calls(name: str) -> None:
@@ -290,14 +289,12 @@ def test_in_processes() -> None:
     ],
 )
 @pytest.mark.parametrize("form", [interlace, functional])
+@ranks(2, place="sim")
 def test_what_has_no_such_rows_is_refused_on_all_ranks(
     form: Any, shape: tuple[int, ...], words: str
 ) -> None:
-    def on_rank() -> None:
-        other = interlace.get_rank() == 1
-        with pytest.raises(ValueError, match=words):
-            form.all_reduce_norm(
-                torch.ones((3, 32) if other else shape), norm=interlace.RMSNorm(), quantize="nvfp4"
-            )
-
-    interlace.run(on_rank, 2)
+    other = interlace.get_rank() == 1
+    with pytest.raises(ValueError, match=words):
+        form.all_reduce_norm(
+            torch.ones((3, 32) if other else shape), norm=interlace.RMSNorm(), quantize="nvfp4"
+        )

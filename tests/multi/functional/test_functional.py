@@ -97,26 +97,6 @@ def test_gradients_of_half_precision(place: str) -> None:
 
 @in_both_places
 @ranks()
-def test_second_derivatives(place: str) -> None:
-    rank, size = here()
-    x = torch.arange(1.0, 5.0).add(rank).requires_grad_()
-    w = torch.ones(1, 1, requires_grad=True)
-    whole = torch.cat([torch.arange(1.0, 5.0) + r for r in range(size)])
-    for made, power, of, right in (
-        (functional.all_gather(x), 3, x, 6 * x.detach() * size),
-        (functional.all_reduce(x, "avg"), 2, x, torch.full((4,), 2.0)),
-        (
-            functional.all_gather_matmul(x.view(-1, 1), w), 2, w,
-            2 * (whole * whole).sum().view(1, 1),
-        ),
-    ):  # fmt: skip
-        (first,) = torch.autograd.grad(made.pow(power).sum(), of, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), of)
-        torch.testing.assert_close(second, right)
-
-
-@in_both_places
-@ranks()
 def test_without_gradients(place: str) -> None:
     """Modes without gradients record no gradient; a mode that forbids one raises in backward."""
     size = here()[1]

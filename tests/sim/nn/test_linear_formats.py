@@ -162,35 +162,33 @@ WEIGHTS = [deepseek, mxfp8, nvfp4]
 
 
 @pytest.mark.parametrize("make", WEIGHTS)
+@ranks(2, place="sim")
 def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
-    def case() -> None:
-        rank, size = interlace.get_rank(), interlace.get_world_size()
-        up, down = make(192, 256), make(256, 512)
-        x = noise(rank, 7, (3, 2, 256))
-        layer = nn.ColumnParallelLinear(256, 192, bias=False, device="meta")
-        layer.load_scaled(up)
-        again = nn.ColumnParallelLinear(256, 192, bias=False)
-        first, count = 192 // size * rank, 192 // size
-        again.load_scaled(up.narrow(0, first, count))
-        y, same = layer(x), again(x)
-        (from_function,) = column_parallel_linear(x, [up.narrow(0, first, count)], group=None)
-        op: Any = interlace.all_gather_matmul(x, up.narrow(0, first, count).t(), format=up.format)
-        assert torch.equal(y, same) and torch.equal(y, from_function) and torch.equal(y, op)
-        assert y.dtype == x.dtype and not y.requires_grad
-        assert not layer.state_dict() and not list(layer.parameters())
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    up, down = make(192, 256), make(256, 512)
+    x = noise(rank, 7, (3, 2, 256))
+    layer = nn.ColumnParallelLinear(256, 192, bias=False, device="meta")
+    layer.load_scaled(up)
+    again = nn.ColumnParallelLinear(256, 192, bias=False)
+    first, count = 192 // size * rank, 192 // size
+    again.load_scaled(up.narrow(0, first, count))
+    y, same = layer(x), again(x)
+    (from_function,) = column_parallel_linear(x, [up.narrow(0, first, count)], group=None)
+    op: Any = interlace.all_gather_matmul(x, up.narrow(0, first, count).t(), format=up.format)
+    assert torch.equal(y, same) and torch.equal(y, from_function) and torch.equal(y, op)
+    assert y.dtype == x.dtype and not y.requires_grad
+    assert not layer.state_dict() and not list(layer.parameters())
 
-        wide = noise(rank, 8, (2 * size, 2, 512 // size))
-        row = nn.RowParallelLinear(512, 256)
-        row.load_scaled(down)
-        part = row(wide)
-        columns = down.narrow(1, 512 // size * rank, 512 // size)
-        op = interlace.matmul_reduce_scatter(wide, columns.t(), format=down.format)
-        assert torch.equal(part, op + row.bias)
-        row.reset_parameters()  # it leaves the weight alone
-        assert torch.equal(row(wide), op + row.bias)
-        assert list(row.state_dict()) == ["bias"]
-
-    interlace.run(case, 2)
+    wide = noise(rank, 8, (2 * size, 2, 512 // size))
+    row = nn.RowParallelLinear(512, 256)
+    row.load_scaled(down)
+    part = row(wide)
+    columns = down.narrow(1, 512 // size * rank, 512 // size)
+    op = interlace.matmul_reduce_scatter(wide, columns.t(), format=down.format)
+    assert torch.equal(part, op + row.bias)
+    row.reset_parameters()  # it leaves the weight alone
+    assert torch.equal(row(wide), op + row.bias)
+    assert list(row.state_dict()) == ["bias"]
 
 
 @pytest.mark.parametrize("make", WEIGHTS)
@@ -286,10 +284,8 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
         ),
     ],
 )
+@ranks(2, place="sim")
 def test_misuse(call: Any, error: type[Exception], words: str) -> None:
-    def case() -> None:
-        layer, weight = nn.ColumnParallelLinear(192, 256), deepseek(256, 192)
-        with pytest.raises(error, match=words):
-            call(layer, weight)
-
-    interlace.run(case, 2)
+    layer, weight = nn.ColumnParallelLinear(192, 256), deepseek(256, 192)
+    with pytest.raises(error, match=words):
+        call(layer, weight)
