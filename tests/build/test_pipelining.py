@@ -1,20 +1,23 @@
 """The matmul loops of the fused kernels are pipelined, as their PTX and resources show.
 
 A loop that the compiler refuses to pipeline still compiles, spills nothing and breaks no rule; it is only
-several times slower. The evidence is shared memory: a pipelined loop has its stages there.
+several times slower. The evidence is shared memory: a pipelined loop has its stages there. Kernels that
+move, sum or norm rows have enough bytes in flight, as their SASS shows.
 """
 
 import pathlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant, entries
 from mutants.mutations import Edit, Mutant, importable
+from sim.benchmark.model_support import module
 from tiers import thorough
 
 KERNELS = {
@@ -42,7 +45,7 @@ SIGNALS = Mutant(
 )
 
 
-def entries() -> dict[str, Entry]:
+def pipelined_entries() -> dict[str, Entry]:
     made = {}
     for arch in (90, 100):
         for name, make in KERNELS.items():
@@ -61,7 +64,7 @@ def entries() -> dict[str, Entry]:
     return made
 
 
-ENTRIES = entries()
+ENTRIES = pipelined_entries()
 Built = tuple[Entry, BuildReport, str]
 
 
@@ -146,3 +149,43 @@ def test_warps_are_specialized_on_blackwell_only(built: dict[str, Built]) -> Non
         assert "setmaxnreg" in built[f"{name} 100"][2]
         assert "setmaxnreg" not in built[f"{name} 90"][2]
     assert "setmaxnreg" not in built["gather 100"][2]
+
+
+@pytest.mark.thorough
+def test_each_loop_has_enough_on_its_way() -> None:
+    """A multiprocessor needs 32 KiB in flight, or 16 KiB of data that comes from a cache."""
+    benchmark = module("rows_in_flight")
+    rows = benchmark.counted()
+    assert {row["kernel"].split()[0] for row in rows} == set(benchmark.KERNELS)
+    few: list[dict[str, Any]] = [
+        row
+        for row in rows
+        if row["function"] in benchmark.MOVE
+        and row["bytes"] < benchmark.FLOOR // (1 + (row["function"] in benchmark.AGAIN))
+    ]
+    assert not few, few
+
+
+SLOT_BY_SLOT = Mutant(
+    "rows of one slot after the other",
+    "kernels/experts/combine.py",
+    (Edit("loop_unroll_factor=4", "loop_unroll_factor=1"),),
+)
+
+
+@pytest.mark.thorough
+def test_control_slots_one_after_the_other_are_seen(tmp_path: pathlib.Path) -> None:
+    (shipped,) = [each for each in entries(90) if each.name == "combine bf16 weighted"]
+    SLOT_BY_SLOT.write(tmp_path)
+    changed = shipped.module.replace("interlace.kernels", SLOT_BY_SLOT.package)
+    with importable(tmp_path):
+        reports = build([shipped, replace(shipped, module=changed)])
+    assert not any(report.error for report in reports), reports
+    threads = 32 * shipped.num_warps
+    # By file: a mutant that was compiled earlier has a path without a file.
+    bytes_ = [
+        max(loop.bytes_in_flight for loop in report.loops if loop.where.startswith("combine.py"))
+        for report in reports
+    ]
+    floor = module("rows_in_flight").FLOOR
+    assert bytes_[0] * threads >= floor > bytes_[1] * threads, bytes_

@@ -163,7 +163,9 @@ def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:
     return whole.chunk(parts)[part]
 
 
-def from_operands_to_rows(name: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
+def test_from_operands_to_rows(name: str) -> None:
     """Norm the rows of a product of block-scaled operands in the same format."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     generator = torch.Generator().manual_seed(2)
@@ -187,11 +189,6 @@ def from_operands_to_rows(name: str) -> None:
             right, bound = reference.norm(total, RowNorm("rms", 1e-5), torch.float32)
             right, bound = reference.block_scaled(made, (right, bound))
             assert torch.all((made.dequantize(torch.float64) - right).abs() <= bound)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_from_operands_to_rows(name: str) -> None:
-    interlace.run(from_operands_to_rows, 2, name)
 
 
 def compiled_code(name: str) -> None:
@@ -236,7 +233,10 @@ def test_on_several_nodes(op: str, algorithm: str) -> None:
     every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
 
 
-def other_calls(name: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks(place="sim")
+def test_other_calls(name: str, world_size: int) -> None:
     """Call later, compiled, with another scattered dimension, and with a gradient of the sum."""
     wanted = packed_rows(right(name, 200))
     work = call(interlace, "all_reduce_norm", 200, quantize=name, async_op=True)
@@ -250,7 +250,7 @@ def other_calls(name: str) -> None:
     total.sum().backward()
     assert x.grad is not None and torch.all(x.grad == 1.0)
     assert not normed.values.requires_grad
-    if interlace.get_world_size() == 1:  # simulated ranks cannot all trace at once
+    if world_size == 1:  # simulated ranks cannot all trace at once
         compiled = torch.compile(numbers, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(name), numbers(name))
 
@@ -262,20 +262,11 @@ def numbers(name: str) -> torch.Tensor:
     return made[0].dequantize()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_other_calls(name: str, ranks: int) -> None:
-    interlace.run(other_calls, ranks, name)
-
-
-def in_process() -> None:
+@ranks(2)
+def test_in_processes() -> None:
     for name in FORMATS:
         for op in OPS:
             every_form(op, name, 200, ALGORITHMS)
-
-
-def test_in_processes() -> None:
-    interlace.run(in_process, 2, place="shm")
 
 
 @pytest.mark.parametrize(

@@ -166,14 +166,18 @@ def test_all_ops_in_groups_of_processes() -> None:
         test_subgroups.body("shm", op)
 
 
-def algorithms() -> list[Any]:
-    named = [name for name in cells("values") if "algorithm" in BY_NAME[name].kinds]
-    chosen = [(name, way) for name in named for way in ("fused", "pipelined", "unfused")]
-    return few(chosen, *[each for each in chosen if each[1] == "fused"])
+ALGORITHMS = [
+    (name, algorithm)
+    for name in cells("values")
+    if "algorithm" in BY_NAME[name].kinds
+    for algorithm in ("fused", "pipelined", "unfused")
+]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("op", "algorithm"), algorithms())
+@pytest.mark.parametrize(
+    ("op", "algorithm"), few(ALGORITHMS, *[each for each in ALGORITHMS if each[1] == "fused"])
+)
 @ranks(SIZE)
 def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
     if op in contracts.TWO_WAYS and algorithm == "pipelined":
@@ -181,6 +185,12 @@ def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
             prepared(op, algorithm=algorithm).begin()
     else:
         check_values(op, algorithm=algorithm)
+
+
+@ranks(SIZE)
+def test_all_algorithms_in_processes() -> None:
+    for op, algorithm in ALGORITHMS:
+        test_values_of_every_algorithm.body("shm", op, algorithm)
 
 
 @matrix("asynchronous")

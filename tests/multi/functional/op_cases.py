@@ -103,6 +103,13 @@ def reference(case: Case, every: list[Tensors]) -> list[Any]:
             for r, x in enumerate(inputs)
         ]
         return [torch.cat([parts[rank] for parts in rows]) for rank in range(size)]
+    if case.op == "matmul_all_to_all":
+        products = [(each["input"] @ each["weight"]).chunk(size, 1) for each in given]
+        return [torch.cat([parts[rank] for parts in products]) for rank in range(size)]
+    if case.op == "all_to_all_matmul":
+        rows = [x.chunk(size) for x in inputs]
+        wide = [torch.cat([parts[rank] for parts in rows], 1) for rank in range(size)]
+        return [x @ each["weight"] for x, each in zip(wide, given, strict=True)]
     if "gather" in case.op:
         return gathered(case, given)
     return reduced(case, given)
@@ -251,6 +258,8 @@ TABLE = [
     *(Case("scatter", divisible, {"src": 1, "scatter_dim": dim}) for dim in (0, 1)),
     Case("all_to_all", divisible),
     Case("all_to_all", uneven_rows, UNEVEN, uneven=True),
+    Case("matmul_all_to_all", lambda rank, size: {"input": (4, 6), "weight": (6, 2 * size)}),
+    Case("all_to_all_matmul", lambda rank, size: {"input": (4 * size, 3), "weight": (3 * size, 5)}),
     Case("broadcast", of(3, 2), {"src": 1}),
     Case("permute", of(3, 2), {"src_dst": next_rank}),
     *itertools.chain.from_iterable(map(gather_matmuls, DIMS)),
