@@ -182,9 +182,11 @@ def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> 
 
 
 def close(found: Any, expected: Any, what: str) -> None:
-    """The bound is for sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
+    """The bound is for sums of products of numbers of order one."""
+    assert found is not None, what
+    bound = 1e-12 if found.dtype == F64 else 16 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(
-        found, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
+        found.double(), expected, rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -225,7 +227,12 @@ def compare(name: str, case: LayerCase) -> None:
 
 
 def compare_step(
-    name: str, case: LayerCase, layer: nn.Module, reference: nn.Module, step: int
+    name: str,
+    case: LayerCase,
+    layer: nn.Module,
+    reference: nn.Module,
+    step: int,
+    dtype: torch.dtype = F64,
 ) -> None:
     generator = torch.Generator().manual_seed(step)
     shape = {"sbh": (LENGTH, BATCH), "bsh": (BATCH, LENGTH), "sh": (LENGTH,)}[case.layout]
@@ -233,13 +240,16 @@ def compare_step(
         x = torch.randint(VOCABULARY, shape, generator=generator)
         x[0] = 0  # the padding of one of the cases
     else:
-        x = torch.randn(*shape, case.features, generator=generator, dtype=F64).requires_grad_()
-    mine = part(x.detach(), case.takes, case.layout).clone().requires_grad_(x.requires_grad)
+        x = torch.randn(*shape, case.features, generator=generator, dtype=F64)
+        x = x.to(dtype).double().requires_grad_()
+    mine = part(x.detach(), case.takes, case.layout).clone()
+    if not case.indices:
+        mine = mine.to(dtype).requires_grad_()
     skipped = getattr(layer, "skip_bias_add", False)
     results, whole = outputs_of(layer(mine), skipped), outputs_of(reference(x), False)
     losses, total = [], torch.zeros((), dtype=F64)
     for index, (result, expected) in enumerate(zip(results, whole, strict=True)):
-        probe = torch.randn(expected.shape, generator=generator, dtype=F64)
+        probe = torch.randn(expected.shape, generator=generator, dtype=F64).to(dtype).double()
         sharding = getattr(layer, "qkv"[index]).weight.sharding if len(whole) > 1 else None
         right = part(expected, case.gives, case.layout, sharding)
         close(result, right, f"{name}: output {index}")
@@ -248,7 +258,7 @@ def compare_step(
             # each replica has an own share of the loss
             weight = weight * (1 + interlace.get_rank() % sharding.copies)
             probe = probe * sum(1 + r for r in range(sharding.copies))
-        losses.append((result * weight).sum())
+        losses.append((result * weight.to(dtype)).sum())
         total = total + (expected * probe).sum()
     torch.stack(losses).sum().backward()
     total.backward()  # type: ignore[no-untyped-call]
@@ -259,6 +269,21 @@ def compare_step(
     for key, value in layer.named_parameters():
         right = own[key].local(expected_grads[key].grad)  # type: ignore[arg-type]
         close(value.grad, right, f"{name}: gradient of {key}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks()
+def test_linear_layers_within_the_bounds_of_their_dtype(place: str, dtype: torch.dtype) -> None:
+    for name in ("column", "column, replicated", "row", "row, replicated", "qkv"):
+        case = CASES[name]
+        layer, reference = case.layer().to(dtype), case.reference()
+        shardings = inn.shardings(layer)
+        with torch.no_grad():
+            for key, value in reference.named_parameters():
+                value.copy_(value.to(dtype))
+                dict(layer.named_parameters())[key].copy_(shardings[key].local(value))
+        compare_step(name, case, layer, reference, 0, dtype)
 
 
 def compare_all(names: Iterable[str] = tuple(CASES)) -> None:
@@ -378,9 +403,6 @@ def test_weight_that_is_embedding_and_head(world_size: int) -> None:
 
 @ranks()
 def test_linear_functions() -> None:
-    for sequence_parallel in (True, False):
-        linear_cases.column_case(torch.float32, 3, 1, 3, True, sequence_parallel)
-        linear_cases.row_case(torch.float32, 3, 1, True, sequence_parallel)
     linear_cases.autocast()
     linear_cases.side_by_side()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import interlace
-from cases.linear_cases import BATCH, IN, OUT, SHARD, column_case, row_case
+from cases.linear_cases import BATCH, IN, OUT, SHARD
 from interlace import nn
 from interlace.groups.groups import resolve
 from interlace.nn import (
@@ -24,15 +24,6 @@ from interlace.nn import (
 from interlace.runtime.core.work import Work
 from ranks import ranks
 from support import noise
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@ranks(place="sim")
-def test_as_the_unsharded_layer_within_the_bounds_of_its_dtype(dtype: torch.dtype) -> None:
-    column_case(dtype, 3, 0, 3, True, True)
-    column_case(dtype, 2, 0, 1, False, False)
-    row_case(dtype, 3, 1, True, True)
-    row_case(dtype, 2, 0, True, False)
 
 
 def column_step(
