@@ -29,7 +29,7 @@ MOST = {
     "messages": 26,
     "names": 2901,
     "tests": 165,
-    "names of tests": 2345,
+    "names of tests": 2337,
 }
 
 

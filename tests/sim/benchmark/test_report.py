@@ -1,4 +1,4 @@
-"""Tables of results: those of the result files, and those that ``benchmarks/run.py`` prints."""
+"""Tables of the result files, and tables that ``benchmarks/run.py`` prints."""
 
 import io
 import json

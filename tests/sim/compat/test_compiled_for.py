@@ -1,4 +1,4 @@
-"""The GPU for which ``sim`` compiles kernels whose threads differ; Triton's new atomics; ops in Python."""
+"""The GPU for which ``sim`` compiles kernels, Triton's new atomics, and ops in Python."""
 
 from typing import Any
 
