@@ -40,7 +40,7 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
     capability = os.environ["ATEN_CPU_CAPABILITY"]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/torchinductor_for_{capability}")
 
-# What somebody has tuned on this machine is not what is tested.
+# Tuned values of this machine must not change the tests.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
 os.environ["INTERLACE_CALIBRATION"] = "off"
 os.environ["INTERLACE_RECORD"] = "off"  # but for tests of it: hundreds provoke failures
@@ -62,7 +62,7 @@ if hypothesis is not None:
 
 gc.disable()  # until all tests are imported: see warmed_up.py
 
-# What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
+# Modules that a rank's process would import in seconds are imported once and forked, without a
 # GPU. A process that is spawned, as it is outside of tests: tests/multi/shm/test_shm_place.py.
 PRELOADED = [
     "interlace.runtime.places.pool",
@@ -118,14 +118,14 @@ def _no_group_left() -> Iterator[None]:
 
 
 class Backwards(pytest.Dir):
-    """A folder whose last file is imported first."""
+    """A folder whose files are imported in reverse order."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         return [*super().collect()][::-1]
 
 
 def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> pytest.Dir | None:
-    """Every other worker begins at the end: pytest rewrites each file for one of them, not for all."""
+    """Every other worker begins at the end, so that two do not rewrite the same files."""
     worker = getattr(parent.config, "workerinput", {"workerid": "gw0"})["workerid"]
     backwards = int(worker.removeprefix("gw")) % 2
     return Backwards.from_parent(parent, path=path) if backwards else None
@@ -133,13 +133,13 @@ def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> py
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``pytest -n auto``."""
+    """Return the number of workers for ``pytest -n auto``."""
     return order.workers(len(os.sched_getaffinity(0)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Say once what begins: how many tests there are, and how long they take somewhere."""
+    """Print once the number of tests and a known duration."""
     config = node.config
     if config.stash.setdefault(order.BEGUN, node) is node:
         config.get_terminal_writer().line(f"{len(ids)} tests. {order.MEASURED}")

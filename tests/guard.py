@@ -1,17 +1,17 @@
 """Limits of time: a slow test fails by itself; a dead worker of pytest-xdist ends the run with an error.
 
-    what                        after                               then
-    a test that runs Python     LIMIT, times what the machine is    it fails, and the next one begins
-                                busy (at most MOST)
+    event                       after                               consequence
+    a test that runs Python     LIMIT, times the load of the        it fails, and the next one begins
+                                machine (at most MOST)
     a test that hangs in C      faulthandler_timeout of             its process ends, with every stack
                                 pyproject.toml, far above
     a worker of xdist dies      at once                             the others end their files, and the
                                                                     run ends with an error
-    a run with ``--minutes N``  N minutes                           no other test begins; what was left out
-                                                                    is skipped, and named at the end
+    a run with ``--minutes N``  N minutes                           no other test begins; the rest is
+                                                                    skipped, and listed at the end
 
-xdist itself would start another worker and give it the dead one's files, those that were done too; whoever
-gets one in which nothing is left to do waits for ever (3.8).
+xdist itself would start another worker for all files of the dead worker, also the finished ones. A worker
+that gets a finished file waits for ever (3.8).
 """
 
 import faulthandler
@@ -35,7 +35,7 @@ LINGER = 5.0  # in which the end of a worker is usually known by its closed pipe
 
 
 def busy() -> float:
-    """How many wait for each core: what takes a second on a quiet machine takes so many here."""
+    """Return the number of waiting processes per core: a second on a quiet machine takes this many here."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 

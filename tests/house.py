@@ -20,7 +20,7 @@ SOURCES = ("kernels", "runtime", "python")
 BESIDE = ("tests", "benchmarks")
 MOST_FILES = 20
 MOST_PARAMETERS = 14
-# What checks kernels without a GPU, counted apart; and what only makes or measures, not the ops themselves.
+# Checks of kernels without a GPU, counted apart; and tools and measurements, which are not part of the ops.
 LABORATORY = ("interlace_verify", "interlace_pytest", "runtime/compiler/lint")
 TOOLS = ("interlace/tools", "interlace/cli", "interlace/benchmark", "runtime/tuning")
 OPS = {
@@ -247,7 +247,7 @@ def edges(texts: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other: strongly connected components of more than one."""
+    """Return the groups of nodes that reach each other (strongly connected components of more than one)."""
     order: list[str] = []
     seen: set[str] = set()
 
@@ -283,7 +283,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def folder_of(file: pathlib.PurePath) -> str:
-    """The folder of a file as ``FOLDERS`` names it; what users import counts as one, and what they run."""
+    """Return a file's folder in ``FOLDERS``; the public modules count as one folder, and so do commands."""
     if file.as_posix() == "python/interlace/__init__.py":
         return "face"
     if file.name == "__main__.py":
@@ -304,7 +304,6 @@ def folder_edges(
 
 
 def beside() -> list[pathlib.PurePath]:
-    """The files of tests and benchmarks."""
     return [file.relative_to(ROOT) for top in BESIDE for file in (ROOT / top).rglob("*.py")]
 
 
@@ -339,13 +338,13 @@ def floors() -> dict[str, dict[str, set[str]]]:
 def _below(folder: str, top: str) -> str:
     if (
         folder.split("/")[0] == "interlace_verify"
-    ):  # the package is one room above those of interlace
+    ):  # the package is one room above the rooms of interlace
         return "interlace_verify" if top == "interlace" else ""
     return folder.removeprefix(top + "/").split("/")[0] if folder.startswith(top + "/") else ""
 
 
 def _all(graph: dict[str, set[str]], name: str) -> set[str]:
-    """All that ``name`` needs, and what that needs, and so on."""
+    """Return the direct and indirect needs of ``name``."""
     return graph[name].union(*(_all(graph, each) for each in graph[name]))
 
 
@@ -360,7 +359,7 @@ def graph_text() -> str:
 
 
 def drawing() -> str:
-    """An SVG of the graphs: what needs nothing at the bottom, arrows to what a folder needs."""
+    """Draw the graphs as an SVG: arrows point to the needed folders, and the lowest folders need none."""
     width, high, wide, top, parts, places = 900, 30, 152, 20, [], {}
     for title, graph in reversed(floors().items()):
         depths: dict[str, int] = {}
@@ -404,7 +403,6 @@ def drawing() -> str:
 
 
 def longest_parameter_list(texts: Iterable[str]) -> int:
-    """The parameters of the function that has most."""
     functions = (
         node
         for text in texts
@@ -449,7 +447,7 @@ def longest_chain() -> int:
 
 
 def figures() -> dict[str, str]:
-    """What to watch, and its values."""
+    """Return the figures to watch, and their values."""
     files = sources()
     texts = {module: (ROOT / file).read_text() for module, file in files.items()}
     graph, counts = edges(texts), files_in(files.values())

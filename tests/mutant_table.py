@@ -1,8 +1,8 @@
 """Mutants, and the checks that catch them: ``python tests/mutant_table.py [--write]``; some minutes.
 
 Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
-docs/explanation/checks.md, between two comments; without, what differs from the document is printed and the
-exit code says whether anything does. It is 1, too, if a mutant is caught by nothing.
+docs/explanation/checks.md, between two comments. Without it, differences from the document are printed. The
+exit code is 1 if there are differences, or if no check catches some mutant.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NOT_RUN = "does not run"
 
 
 def cell(check: str, texts: Sequence[str]) -> str:
-    """What a check has found, in a few words: kinds, rules, or how runs end."""
+    """Return the findings of a check in a few words: kinds, rules, or the ends of runs."""
     if check == "lint":
         found = [next(rule for rule in RULES if f"{rule}: " in text) for text in texts]
     else:
@@ -42,13 +42,13 @@ def cell(check: str, texts: Sequence[str]) -> str:
 
 
 def _kinds(text: str) -> list[str]:
-    """The kind of a finding, and that in the other order; none if the text is no finding."""
+    """Return the kind of a finding, also in the other order; nothing if the text is not a finding."""
     kinds = [kind for kind in KINDS if re.match(rf"{kind}( \([\w-]+ race\))?: ", text)]
     return kinds + re.findall(r"^  reverse ([\w-]+),", text, re.MULTILINE) if kinds else []
 
 
 def _ending(text: str) -> str:
-    """How a run failed. Other exceptions are the interpreter's, which refuses the mutant."""
+    """Return how a run failed. Other exceptions are from the interpreter, which refuses the mutant."""
     if "deadlock: nothing can run" in text:
         return "deadlock"
     if "results differ" in text or re.search(r"AssertionError: wrong (result|data|sum) ", text):

@@ -46,7 +46,7 @@ LONGEST = (
 )
 
 FIND_MOST = (
-    "multi/attention/test_attention_shm.py",
+    "multi/ops/test_ops_shm.py",
     "sim/algorithms/test_warp_roles.py",
     "sim/engines/test_stream_engine.py",
     "sim/norms/test_norms.py",
@@ -94,12 +94,12 @@ FILES = pytest.StashKey[set[pathlib.Path]]()
 
 
 def sort(items: list[pytest.Item], *, finding: bool) -> None:
-    """Sort by file: those that find most first, or the longest; behind them the others by name."""
+    """Sort by file: first the tests that find most, or the longest; then the others by name."""
     files = FIND_MOST if finding else LONGEST
     places = {TESTS / name: place for place, name in enumerate(files)}
     items.sort(key=lambda item: (places.get(item.path, len(files)), item.path))
 
 
 def workers(cores: int) -> int:
-    """One for each core: another worker would import everything and collect all tests once more."""
+    """Return one worker per core: another one would import everything and collect all tests once more."""
     return cores

@@ -1,32 +1,32 @@
 """The pages that people read, as programs: every fenced block of README.md, CONTRIBUTING.md and docs/.
 
-A page is worked through from top to bottom in a folder of its own, which has links to the repository's
-folders, so that commands which name files below them work. What a page says is what is done:
+A page runs from top to bottom in a new folder with links to the repository's folders, so that commands find
+the files below them. The language of a block decides:
 
-* ``python`` is a file of its own. It is called what the paragraph before says (``Save ... as `mlp.py` ``)
-  or its first line (``# mlp.py``), and runs as ``python mlp.py`` would: here, or where a later command of
-  the page names it.
-* ``diff`` makes another file out of one that is there, or of one that the page says to have "a copy of".
-* ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by what it prints.
+* ``python`` is a new file. Its name is in the paragraph before it (``Save ... as `mlp.py` ``) or in its
+  first line (``# mlp.py``), and it runs as ``python mlp.py`` would: here, or where a later command of the
+  page names it.
+* ``diff`` makes another file out of an existing one, or out of one that the page says to have "a copy of".
+* ``bash`` is run line by line; of ``console`` the lines after ``$``, each followed by its output.
   ``python -m interlace``, pytest and benchmarks run in a fork of a process that has imported torch,
   other lines in bash.
-* ``text`` directly after one of these is what it prints, and is compared. Numbers before "per second" and
-  "s", and those of lines in ``signal.py``, are not.
-* ``json`` is read. Blocks without a language are pictures. Of commands in the text the form is checked.
+* ``text`` directly after one of these is its output, and is compared, except for numbers before "per
+  second" and "s" and the numbers of lines in ``signal.py``.
+* ``json`` is read. Blocks without a language are pictures. For commands in the text the form is checked.
 
-A comment in the source, in a line of its own before a block, changes that::
+A comment in the source, on a line before a block, changes this::
 
-    <!-- needs: gpu -->           not run where there is not what NEEDS lists; its form is checked
+    <!-- needs: gpu -->           run only if the machine has this word of NEEDS; its form is checked
     <!-- tests add: --quick -->   every line is run with these words behind it
     <!-- run by: FILE -->         not run here: FILE does, a page, a test or a script; that is checked
-    <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that it takes for granted
+    <!-- within: FILE.py -->      a fragment, which FILE.py runs with the names that the fragment needs
     <!-- continues -->            goes on in the file of the Python block before it
-    <!-- varies -->               before a ``text`` block: an example of what is printed, not compared
+    <!-- varies -->               before a ``text`` block: an example of the output, not compared
 
-The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for those that have
-TEXT; of several marks of one kind the last counts.
+The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for lines with TEXT. If
+there are several marks of one kind, the last one counts.
 
-``python tests/pages.py docs/tutorials/first-race.md`` writes what is printed now into a page.
+``python tests/pages.py docs/tutorials/first-race.md`` writes today's output into a page.
 """
 
 import itertools
@@ -69,12 +69,12 @@ class Block:
     varies: bool = False
 
     def said(self, kind: str) -> str:
-        """What the mark of that kind says, of the whole block."""
+        """Return the text of the mark of that kind, which belongs to the whole block."""
         return next((m.value for m in self.marks if m.kind == kind and not m.selects), "")
 
     @property
     def lines(self) -> list[Line]:
-        """The lines of a block of bash; any other block is one line."""
+        """Return the lines of a block of bash; any other block is one line."""
         if self.language == "bash":
             return page_lines.lines(self.text, self.marks)
         return [Line(self.text, self.said("needs"), self.said("run by"))]
@@ -86,7 +86,7 @@ def pages() -> list[pathlib.Path]:
 
 
 def blocks(document: str) -> list[Block]:
-    """The blocks of a page in order; outputs and continuations are in the block that they belong to."""
+    """Return the blocks of a page in order, with their outputs and continuations."""
     found: list[Block] = []
     marks: list[str] = []
     before, directly = "", False  # the last paragraph; whether only comments came since a block
@@ -154,7 +154,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def faults(block: Block, here: pathlib.Path) -> list[str]:
-    """What is wrong with the form of a block, found without running it; ``here`` has the page's files."""
+    """Return faults in the form of a block without a run; ``here`` has the page's files."""
     needs = [m.value for m in block.marks if m.kind == "needs"]
     found = [f"unknown need {need!r}" for need in needs if need not in NEEDS]
     if block.language != "bash" and any(m.selects or m.kind == "tests add" for m in block.marks):
@@ -183,7 +183,7 @@ def faults(block: Block, here: pathlib.Path) -> list[str]:
 
 
 def _command_fault(words: list[str], here: pathlib.Path) -> str:
-    """Why a command cannot be right: no such program, script, target, module or option."""
+    """Return the reason why a command is wrong: no such program, script, target, module or option."""
     program, *rest = words
     said = " ".join(words)
     if program == "torchrun":
@@ -222,7 +222,7 @@ def _command_fault(words: list[str], here: pathlib.Path) -> str:
 
 
 def prepared(folder: pathlib.Path, document: str) -> None:
-    """Fill a page's folder with what it takes for granted."""
+    """Fill a page's folder with the files that it assumes."""
     for name in LINKED:
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -260,7 +260,7 @@ def save(block: Block, folder: pathlib.Path) -> None:
 
 
 def run_python(arguments: list[str], folder: pathlib.Path) -> str:
-    """What ``python *arguments`` prints; AssertionError if it fails. Forked, so torch is imported."""
+    """Return the output of ``python *arguments`` in a fork that has torch; AssertionError if it fails."""
     output, errors = folder / ".output", folder / ".errors"
     file = " ".join(arguments)
     process = multiprocessing.get_context("forkserver").Process(
@@ -279,7 +279,7 @@ def run_python(arguments: list[str], folder: pathlib.Path) -> str:
 
 
 def environment(folder: pathlib.Path) -> dict[str, str]:
-    """The variables that a page's commands run under, beside those that are there."""
+    """Return additional variables for a page's commands."""
     return {
         "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "python"),
@@ -292,13 +292,13 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
 
 
 def run_line(line: Line, folder: pathlib.Path) -> str:
-    """What a line of bash prints."""
+    """Return the output of a line of bash."""
     own = page_lines.own_command(line.tested)
     return run_bash(line.tested, folder) if own is None else run_python(own, folder)
 
 
 def run_bash(text: str, folder: pathlib.Path) -> str:
-    """What bash prints on its standard output; AssertionError if a command fails."""
+    """Return the standard output of bash; AssertionError if a command fails."""
     variables = {**os.environ, **environment(folder)}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -314,7 +314,7 @@ def run_bash(text: str, folder: pathlib.Path) -> str:
 
 
 def run_console(text: str, folder: pathlib.Path) -> str:
-    """A console block as it is when its commands run now."""
+    """Run the commands of a console block, and return the block with their output."""
     lines = []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -323,7 +323,7 @@ def run_console(text: str, folder: pathlib.Path) -> str:
 
 
 def steady(text: str) -> str:
-    """Without what depends on the machine, or on lines of device code that no page shows."""
+    """Remove parts that depend on the machine, and lines of device code that no page shows."""
     text = re.sub(r"\d+ per second", "N per second", text)
     text = re.sub(r"\bsignal\.py:\d+", "signal.py:N", text)
     text = re.sub(r"[\d.]+ s(?=:)", "N s", text)
@@ -331,7 +331,7 @@ def steady(text: str) -> str:
 
 
 def worked_through(document: str, folder: pathlib.Path) -> Iterator[tuple[Block, str | None]]:
-    """Every block with what it printed, None if it was not run, in the order of the page."""
+    """Return every block with its output in the page's order; None for a block that was not run."""
     prepared(folder, document)
     every = blocks(document)
     for number, block in enumerate(every):
@@ -356,9 +356,9 @@ def worked_through(document: str, folder: pathlib.Path) -> Iterator[tuple[Block,
 
 
 def not_there(line: Line, page: str) -> str:
-    """Why what ``line`` of ``page`` names cannot be what runs it; empty if it may be.
+    """Return why the target of ``line`` cannot run a block of ``page``; "" if it can.
 
-    A page has the same command and runs it. A test that runs a block of Python names its page.
+    A page must have the same command and run it. A test that runs a block of Python names its page.
     """
     if line.run_by.endswith(".md") and (ROOT / line.run_by).is_file():
         theirs = [one for block in blocks((ROOT / line.run_by).read_text()) for one in block.lines]
@@ -369,7 +369,7 @@ def not_there(line: Line, page: str) -> str:
 
 
 def renewed(document: str, folder: pathlib.Path) -> str:
-    """``document`` with the outputs that there are now."""
+    """Return ``document`` with today's outputs."""
     for block, printed in worked_through(document, folder):
         old = block.text if block.language == "console" else block.output
         if printed is not None and old and not block.varies:

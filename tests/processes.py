@@ -13,7 +13,7 @@ from guard import MOST as WAIT
 def started(
     function: Callable[..., Any], world_size: int, folder: Path | str, *rest: Any
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Processes that run ``function(rank, world_size, folder, end, *rest)``, and what they say."""
+    """Start processes of ``function(rank, world_size, folder, end, *rest)``, and return their ends."""
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = []

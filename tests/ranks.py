@@ -31,7 +31,7 @@ from interlace.runtime.places.connect import connect_place
 from interlace.runtime.processes import control
 from processes import started
 
-SECRET = {"INTERLACE_SECRET": "of this test"}  # of the environment
+SECRET = {"INTERLACE_SECRET": "of this test"}  # variables of the environment
 LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
 
 
@@ -45,8 +45,8 @@ def ranks(
 ) -> Callable[..., Any]:
     """Run a test's body on ``world_size`` ranks.
 
-    place : "shm", processes that tests of as many ranks share; "threads" of this process, which are ranks
-        as processes are; or another place of ``interlace.run``.
+    place : "shm", processes that tests of as many ranks share, "threads" of this process, which are ranks
+        as processes are, or another place of ``interlace.run``.
     hosts : on so many hosts the default group counts its ranks.
     backend : the body has a default group of torch.distributed with this one.
     gone : ranks whose process is to end, or to become another program; processes are the test's own then.
@@ -91,7 +91,7 @@ def _on_rank(
 
 @contextmanager
 def world(path: Path | str, backend: str = "interlace") -> Iterator[Any]:
-    """The default group of torch.distributed over all ranks, which meet in the file ``path``."""
+    """Make the default group of torch.distributed over all ranks, which meet in the file ``path``."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     store = FileStore(str(path), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -102,11 +102,11 @@ def world(path: Path | str, backend: str = "interlace") -> Iterator[Any]:
             dist.destroy_process_group()
 
 
-# -- ranks of a group that is not that of interlace.run --------------------------------------------
+# -- ranks of another group than interlace.run's ---------------------------------------------------
 
 
 def of_rank_0(rank: int, folder: Path | str, address: str = "127.0.0.1") -> TCPStore:
-    """A store that rank 0 serves, on a port that it writes to a file."""
+    """Return a store that rank 0 serves, on a port that it writes to a file."""
     chosen = Path(folder) / "port"
     if rank == 0:
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -121,7 +121,7 @@ def of_rank_0(rank: int, folder: Path | str, address: str = "127.0.0.1") -> TCPS
 def joined(
     rank: int, world_size: int, folder: Path | str, *, hosts: int = 2, timeout: float = LONG
 ) -> Communicator:
-    """A process's group, on so many hosts; the store ends with rank 0 if they are several."""
+    """Join a process's group on this many hosts; with several hosts the store ends with rank 0."""
     store = of_rank_0(rank, folder) if hosts > 1 else FileStore(f"{folder}/ranks", world_size)
     with mock.patch.dict(os.environ, SECRET):
         group = _connected(store, rank, world_size, hosts)
@@ -140,7 +140,7 @@ def _connected(
 
 @contextmanager
 def _on_hosts(folder: str, hosts: int) -> Iterator[None]:
-    """Another default group of these ranks, on several hosts."""
+    """Make another default group of these ranks, on several hosts."""
     known = groups.default_group()
     with (
         mock.patch.dict(os.environ, SECRET),
@@ -157,7 +157,7 @@ GONE = "its process is gone"
 
 
 def _in_own_processes(on_rank: Callable[..., None], world_size: int, gone: Collection[int]) -> None:
-    """Run it in new processes; those of the ranks ``gone``, and no others, end without a word."""
+    """Run it in new processes; only processes of the ranks ``gone`` may end without a report."""
     folder = on_rank.args[-1]  # type: ignore[attr-defined]
     with started(_as_process, world_size, folder, on_rank) as (_, ends):
         late: dict[Any, int] = dict(zip(ends, range(world_size), strict=True))
@@ -172,7 +172,7 @@ def _in_own_processes(on_rank: Callable[..., None], world_size: int, gone: Colle
 
 
 def _as_process(rank: int, world_size: int, folder: str, end: Any, on_rank: Any) -> None:
-    """One of these processes: what its body raises goes through ``end``."""
+    """Run one of these processes; an error of its body goes through ``end``."""
     torch.set_num_threads(1)
     os.environ.update(SECRET)
     os.set_inheritable(end.fileno(), False)  # by another program, which may take this one's place
@@ -190,7 +190,7 @@ def _as_process(rank: int, world_size: int, folder: str, end: Any, on_rank: Any)
 
 
 def run(ranks: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises, by rank; ranks are threads."""
+    """Return the result or error of ``function(rank)`` by rank; ranks are threads."""
 
     def caught(rank: Any) -> Any:
         try:
@@ -203,13 +203,13 @@ def run(ranks: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
 
 
 def members(count: int, hosts: int = 1, name: str = "threads") -> list[Communicator]:
-    """A group of threads, by rank."""
+    """Return a group of threads, by rank."""
     store = HashStore()
     with mock.patch.dict(os.environ, SECRET):
         made = run(range(count), lambda rank: _connected(store, rank, count, hosts, name))
     for group in made:
         assert isinstance(group, Communicator), made
-        # what it has said while joining would count as long as anything said later
+        # its words of the join would count like later ones
         group.place.group.control.own_view[control._WAITS // 8] = 0
     return made
 

@@ -1,12 +1,12 @@
 """Write the type stubs of the public modules: ``python tests/stubs.py``.
 
-A stub repeats the imports of its module. A function whose result depends on how it is called has overloads
-there instead, which are made of its signature and a rule: :data:`RULES` has one for each type of result.
+A stub repeats the imports of its module. A function whose result depends on its arguments has overloads
+there. They come from its signature and a rule: :data:`RULES` has one for each type of result.
 
-``run`` and the checks of ``interlace.verify`` have arguments of their own and those of the function that
-they run. A call that has only arguments of the function is checked against its parameters, and so is one
-with positional ones of it, and keyword arguments of the check besides. For both kinds of keyword arguments
-in a call no type exists: there, ``functools.partial`` takes those of the function.
+``run`` and the checks of ``interlace.verify`` have arguments, and take the arguments of the function that
+they run. A call with only arguments of the function is checked against its parameters. So is a call with
+positional ones of the function and keyword arguments of the check. No type exists for both kinds of keyword
+arguments in one call: pass the function's arguments by ``functools.partial``.
 """
 
 import ast
@@ -46,7 +46,7 @@ Arguments that are not named are as in the signature, and names that it has not 
 
 
 def now(cases: Sequence[Case]) -> list[Case]:
-    """``cases`` of a call that waits for its result."""
+    """Return ``cases`` of a call that waits for its result."""
     return [(result, {**arguments, "async_op": NO}) for result, arguments in cases]
 
 
@@ -145,7 +145,6 @@ def parameters_of(function: ast.FunctionDef) -> list[Parameter]:
 
 
 def called(parameters: Sequence[Parameter], arguments: Mapping[str, str]) -> list[Parameter]:
-    """``parameters`` in a case of a rule."""
     found: list[Parameter] = []
     optional = keyword = False
     for each in parameters:
@@ -190,7 +189,6 @@ def source(module: str) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.alias]]:
-    """Module and name of every ``from`` import outside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom):
             yield from ((str(node.module), alias) for alias in node.names)
@@ -201,11 +199,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.alias]]:
 class Stub:
     """The stub of a public module.
 
-    Attributes
-    ----------
-    names : local names that are imported, with module and name.
-    public : those that are imported from here in turn.
-    variables, functions : what else it declares, as text.
+    ``names``: imported local names, with module and name. ``public``: the ones that users import from here.
+    ``variables``, ``functions``: other declarations as text.
     """
 
     def __init__(self, face: pathlib.Path) -> None:
@@ -256,7 +251,7 @@ class Stub:
         return f"@{self.local(module, 'overload')}\n{line}\n"
 
     def known(self, module: str, annotation: str) -> str:
-        """``annotation`` of a function of ``module``, in names that the stub imports."""
+        """Return ``annotation`` of a function of ``module``, in names that the stub imports."""
         tree = ast.parse(annotation.replace("torch.", ""), mode="eval")
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and not hasattr(builtins, node.id):
@@ -289,7 +284,7 @@ class Stub:
 
 
 def filled(words: Sequence[str]) -> str:
-    """Words of a signature in as few lines as they take; none is broken."""
+    """Put words of a signature into as few lines as possible; no word is broken."""
     lines = [""]
     for word in words:
         if len(lines[-1]) + len(word) > WIDTH:

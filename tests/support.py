@@ -35,7 +35,7 @@ POISON_BYTE = 0xFF
 def payload(
     rank: int, call: int, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Numbers that no other rank and no other call has; exact in every dtype."""
+    """Return numbers that differ for each rank and call, and are exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     whole = torch.randint(-64, 65, tuple(shape), generator=generator)
     if dtype.is_floating_point or dtype.is_complex:
@@ -44,7 +44,7 @@ def payload(
 
 
 def under_torchrun(command: str, *options: str) -> str:
-    """What ``command``, which begins with ``torchrun``, prints with these options; it must succeed."""
+    """Return the output of a ``torchrun`` command with these options; it must succeed."""
     program, *arguments = shlex.split(command)
     assert program == "torchrun"
     done = subprocess.run(
@@ -58,14 +58,13 @@ def under_torchrun(command: str, *options: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nothing listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def shared_names() -> set[str]:
-    """What lies in /dev/shm, but for what processes map that do not descend from this one."""
+    """Return the names in /dev/shm, except those that foreign processes map."""
     parents: dict[int, int] = {}
     mapped: dict[int, set[str]] = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -82,7 +81,7 @@ def shared_names() -> set[str]:
 
 
 def resources() -> tuple[int, int]:
-    """Open descriptors and mapped segments of this process, after collecting what is not used."""
+    """Return open descriptors and mapped segments of this process, after a garbage collection."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
@@ -97,11 +96,11 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[Counter[str]]:
-    """Workspaces and outputs hold nan before every call; the counter says how often it was done.
+    """Fill workspaces and outputs with nan before every call, and count this.
 
-    Memory is poisoned when nobody may need it and nobody may write it yet: when it is allocated; and
-    at the end of each op before this rank gives its credit. Where peers read this rank's region (a
-    pulled op) it is theirs until all have finished, so there the last rank to finish does it for all.
+    Memory is poisoned while no rank needs it or may write it: after its allocation, and at the
+    end of each op before this rank gives its credit. If peers read this rank's region (a pulled op), the
+    last rank to finish poisons it for all.
     """
     done: Counter[str] = Counter()
     ended: Counter[Any] = Counter()
@@ -156,7 +155,7 @@ def poisoned() -> Iterator[Counter[str]]:
 def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[None]:
     """Let the tasks that ``slow`` picks run only now and then, while any other can run.
 
-    The delay that a race hides behind: what is only published just in time is late here.
+    This delay reveals a race: data that is only just published in time is late here.
     """
     choose = Random.choose
 
@@ -173,12 +172,12 @@ def starved(slow: Callable[[Task], bool], *, chance: float = 0.02) -> Iterator[N
 
 
 def slow_rank(rank: int) -> Callable[[Task], bool]:
-    """For :func:`starved`: everything of one rank but its user code."""
+    """Return a choice for :func:`starved`: everything of one rank but its user code."""
     return lambda task: task.rank == rank and task.who != "user code"
 
 
 def schedule_digest() -> str:
-    """Inside a rank: the fingerprint of the schedule so far."""
+    """Return the fingerprint of the schedule so far, on a rank."""
     place = default_group().place
     assert isinstance(place, SimPlace)
     return place.world.scheduler.digest()
@@ -196,14 +195,14 @@ def failure(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) 
 def noise(
     rank: int, call: int, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Numbers as of :func:`payload`, but such as have to be rounded."""
+    """Return numbers like :func:`payload`, but such that must be rounded."""
     generator = torch.Generator().manual_seed(77 + 1000 * call + rank)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
 @contextmanager
 def compiled_anew(**options: Any) -> Iterator[None]:
-    """Inductor makes code of graphs that it has seen before. g++ compiles only code that it has not seen.
+    """Let Inductor make code of known graphs again, but g++ compile only new code.
 
     ``force_disable_caches`` would start g++ on every rank, for seconds.
     """
@@ -221,7 +220,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A tensor of the same values in other strides; "expanded" repeats the first row with stride 0."""
+    """Return a tensor of the same values in other strides; "expanded" repeats the first row."""
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "strided":
@@ -252,7 +251,7 @@ def mended(rule: str) -> bool:
 
 
 def run_alone(launch: KernelLaunch) -> None:
-    """The programs of a kernel on rank 0, once more, while no other rank does anything."""
+    """Run the programs of a kernel on rank 0 once more, while the other ranks do nothing."""
     scheduler = Scheduler(0, block_polls=False, timeout=300)
 
     def programs() -> None:

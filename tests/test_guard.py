@@ -1,8 +1,10 @@
-"""A slow test fails alone, a dead worker ends the run: small runs of pytest, with the guard and without."""
+"""A slow test fails alone, a dead worker ends the run, and a test that hangs on a GPU fails alone."""
 
 import multiprocessing
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -15,7 +17,7 @@ HERE = pathlib.Path(__file__).parent
 
 SLOW = """
 import time, interlace
-interlace.run(interlace.get_rank, 2)  # what takes long in a first call is done
+interlace.run(interlace.get_rank, 2)  # the slow part of a first call is done
 def test_before(): pass
 def test_slow():
     interlace.run(lambda: time.sleep({seconds}), 2)
@@ -43,13 +45,13 @@ def test_dies():
 
 
 def command(folder: pathlib.Path, options: tuple[str, ...], change: str) -> list[str]:
-    """Runs pytest there, when Python is given it; ``change`` is of one of the guard's hooks."""
+    """Return a program that runs pytest there; ``change`` changes one of the guard's hooks."""
     (folder / "guarded.py").write_text(f"import guard\nfrom guard import *\n{change}\n")
     return ["-m", "pytest", "-q", "-p", "guarded", "-p", "no:cacheprovider", *options]
 
 
 def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
-    """As :func:`run`, by a fork of a process that has imported torch."""
+    """Run it like :func:`run`, by a fork of a process that has imported torch."""
     said, errors = str(folder / "said"), str(folder / "errors")
     process = multiprocessing.get_context("forkserver").Process(
         target=page_child.run_python,
@@ -62,8 +64,8 @@ def forked(folder: pathlib.Path, *options: str, change: str = "") -> str:
 
 
 def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | None = None) -> str:
-    """What a run of pytest prints, and its exit status."""
-    with open(folder / "said", "w") as said:  # a pipe would be held open, too
+    """Return the output of a run of pytest, and its exit status."""
+    with open(folder / "said", "w") as said:  # a child would also hold a pipe open
         done = subprocess.run(
             [sys.executable, *command(folder, options, change)],
             cwd=folder,
@@ -110,7 +112,7 @@ def test_without_the_guard_it_never_ends(tmp_path: pathlib.Path) -> None:
 @thorough
 @pytest.mark.parametrize("guarded", [True, False])
 def test_whose_pipe_is_held_by_another_is_found_dead(guarded: bool, tmp_path: pathlib.Path) -> None:
-    """Without the guard the run ends after that other process."""
+    """Without the guard the run would end after that other process."""
     (tmp_path / "test_held.py").write_text(HELD.format(seconds=100_000 if guarded else 8))
     try:
         said = run(tmp_path, "-n", "1", change="" if guarded else "del pytest_testnodeready")
@@ -118,3 +120,57 @@ def test_whose_pipe_is_held_by_another_is_found_dead(guarded: bool, tmp_path: pa
         assert (tmp_path / "ended").exists() is not guarded
     finally:
         (tmp_path / "end").touch()
+
+
+GPU = pathlib.Path(__file__).parent / "gpu" / "conftest.py"
+
+TESTS = """
+import ctypes, os
+import pytest
+
+def test_before(): pass
+def test_hangs():
+    libc = ctypes.PyDLL(None)  # keeps the interpreter, as no signal is taken in a driver that hangs
+    while True:
+        libc.pause()
+def test_dies(): os.abort()
+def test_fails(): assert 1 == 2
+@pytest.mark.skip(reason="no need")
+def test_skipped(): pass
+def test_after(): pass
+"""
+
+
+def prepared(folder: pathlib.Path, tests: str, limit: float) -> list[str]:
+    shutil.copy(GPU, folder / "conftest.py")
+    with (folder / "conftest.py").open("a") as file:
+        file.write(f"\nLIMIT = {limit}\ntorch.cuda.is_available = lambda: True\n")
+    (folder / "test_them.py").write_text(tests)
+    return [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", str(folder)]
+
+
+@thorough
+def test_one_that_hangs_or_dies_fails_alone(tmp_path: pathlib.Path) -> None:
+    command = prepared(tmp_path, TESTS, 5.0)  # the others take hundredths of that
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "3 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "test_hangs took more than 5 s" in done.stdout
+    assert "test_dies ended with status 6" in done.stdout
+    assert "assert 1 == 2" in done.stdout
+
+
+def test_one_that_hangs_ends_with_the_run(tmp_path: pathlib.Path) -> None:
+    """Otherwise the process would occupy the GPU during the next step of gpu_call.sh."""
+    report, told = os.pipe()
+    hangs = (
+        f"import os, signal\ndef test_hangs():\n    os.write({told}, b'.')\n    signal.pause()\n"
+    )
+    command = prepared(tmp_path, hangs, 600.0)
+    with subprocess.Popen(
+        command, cwd=tmp_path, pass_fds=[told], stdout=subprocess.DEVNULL
+    ) as running:
+        os.close(told)
+        assert os.read(report, 1) == b"."
+        running.send_signal(signal.SIGKILL)
+        assert os.read(report, 1) == b""  # nobody has the other end any more
+    os.close(report)

@@ -17,7 +17,7 @@ TABLE = pathlib.Path(__file__).with_suffix(".txt")
 
 
 def few(values: Iterable[Any], *chosen: Any) -> list[Any]:
-    """``values`` as parameters of a test, thorough but for ``chosen``."""
+    """Return ``values`` as parameters of a test, thorough but for ``chosen``."""
     every = list(values)
     assert all(each in every for each in chosen)
     return [
@@ -29,12 +29,12 @@ def few(values: Iterable[Any], *chosen: Any) -> list[Any]:
 
 
 def spread(count: int, kept: int) -> set[int]:
-    """``kept`` of the first ``count`` numbers, from the first to the last."""
+    """Return ``kept`` of the first ``count`` numbers, from the first to the last."""
     return {at * (count - 1) // max(1, kept - 1) for at in range(kept)}
 
 
 def kept_cases() -> dict[str, int]:
-    """The table: by function, how many of its cases `make test` runs."""
+    """Return the table: the number of cases of each function that `make test` runs."""
     lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     return {name: int(count) for name, count in lines}
 

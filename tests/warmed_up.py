@@ -1,7 +1,7 @@
-"""Imported last, in the process of the tests and in the one that their ranks are forked from.
+"""Imported last, in the process of the tests and in the process from which their ranks are forked.
 
-It makes both quicker: what is there by now stays, so collections of garbage pass it by; and Dynamo does not
-measure its guards, which flushes the processor's caches at every compilation, for a line of its debug log.
+It makes both quicker. Collections of garbage skip all objects that exist by now. Dynamo does not measure
+its guards: for a line of its debug log that would flush the processor's caches at every compilation.
 """
 
 import gc

@@ -99,7 +99,7 @@ def unused_kernel(slot_ptr, data_ptr):
 
 @triton.jit
 def narrow_kernel(data_ptr, slot_ptr, epoch, BLOCK: tl.constexpr):
-    """Law 1: an atomic of tl is of gpu scope unless told otherwise."""
+    """Law 1: an atomic of tl has the scope of a GPU by default."""
     offsets = tl.arange(0, BLOCK)
     tl.store(data_ptr + offsets, offsets)
     tl.debug_barrier()

@@ -145,7 +145,7 @@ def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], BuildReport
 
 @thorough
 def test_what_another_copy_compiled_is_not_taken(tmp_path: pathlib.Path) -> None:
-    """Its lines are those of files that may be gone, and the functions in them would have no names."""
+    """Its lines are in files that may no longer exist, so its functions would have no names."""
     code = (
         "from interlace.tools.catalogue import build, catalogue\n"
         "entries = [each for each in catalogue.entries(80) if each.name == 'handle_barrier']\n"
@@ -198,7 +198,7 @@ GOOD = BuildReport(
 
 
 class NothingBuilt:
-    """What the command would build, and the reports that it gets; test_nvshmem.py is for what is linked."""
+    """Replaces the build of the command: keeps the kernels that it builds, and returns given reports."""
 
     def __init__(self) -> None:
         self.seen: list[Entry] = []

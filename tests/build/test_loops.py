@@ -40,7 +40,9 @@ ARRIVED = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R156+URZ+0x34000], R19"
 
 
 def sass(*instructions: str) -> str:
-    """``nvdisasm -g``'s text of these, each a line of its own; what ends with ":" is a label."""
+    """Return ``nvdisasm -g``'s text of these instructions, one per line. Words that end with ":" are
+    labels.
+    """
     lines = []
     for number, text in enumerate(instructions, 1):
         code = f"        /*{16 * number:04x}*/                   {text} ;"
@@ -49,7 +51,7 @@ def sass(*instructions: str) -> str:
 
 
 def in_loop(*instructions: str) -> Loop:
-    """What is counted of a loop around ``instructions``."""
+    """Return the counts of a loop around ``instructions``."""
     _, found = loops(sass(HEAD, ".L_x_1:", *instructions, BACK, END, ".L_x_9:", "BRA `(.L_x_9)"))
     return found
 
@@ -137,7 +139,7 @@ def test_loaded_bytes(load: str, size: int) -> None:
 
 
 def test_loops_in_loops() -> None:
-    """Each instruction counts in the innermost; a loop is named by the line of its branch back."""
+    """An instruction counts in the innermost loop, which has the line of its branch back as its name."""
     barrier, inner = "BAR.SYNC 0x0", "BRA.U UP0, `(.L_x_2)"
     text = sass(HEAD, barrier, ".L_x_1:", barrier, ".L_x_2:", "NOP", barrier, inner, BACK, END)
     assert loops(text) == (
@@ -153,7 +155,7 @@ def test_loops_in_loops() -> None:
     ("target", "instructions"), [(".L_x_2", [6]), ("$__internal_0_$__trap", [3, 3])]
 )
 def test_a_far_jump_of_old_chips_does_not_return(target: str, instructions: list[int]) -> None:
-    """What goes back behind it is no loop then; behind the call of a function it is one."""
+    """A branch back after such a jump is not a loop; after the call of a function it is."""
     call = f"CALL.REL.NOINC `({target})"
     text = sass(HEAD, ".L_x_1:", "NOP", call, "BRA `(.L_x_1)", ".L_x_2:", "NOP", END)
     assert [loop.instructions for loop in loops(text)] == instructions
@@ -174,10 +176,7 @@ def add_up_kernel(from_ptr, to_ptr, rounds, SOURCES: tl.constexpr, BARRIERS: tl.
 
 @triton.jit
 def descriptors_kernel(a_ptr, b_ptr, c_ptr, chunks, M, N, K, ONCE: tl.constexpr):
-    """A product of 128 x 128 per chunk; the map of a is made once, or for each.
-
-    Of b too, as it says, but as it is the same in all rounds, the compiler makes it once.
-    """
+    """Multiply 128 x 128 numbers per chunk, with a tensor map of a for all chunks or for each chunk."""
     if ONCE:
         a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [128, 64])
         b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
@@ -201,7 +200,6 @@ PRODUCTS |= dict.fromkeys("MNK", "i32")
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (80, 90, 100))
 def test_kernels(arch: int) -> None:
-    """What the source says is what is counted in the SASS of each architecture."""
     adds = (1, 3)
     requests = [
         LintRequest(
@@ -241,7 +239,7 @@ MAKERS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_m
 
 @pytest.mark.thorough
 def test_products_of_packed_rows_need_no_stack_on_older_chips() -> None:
-    """The default of 8.0; of all 128 numbers at a time there are more than registers hold."""
+    """For all 128 numbers at a time a chip of 8.0 has too few registers."""
     operands = [MatmulVariant(path="pointers", weight="nk", format=name) for name in PACKED]
     reports = build([make(80, each) for make in MAKERS for each in operands])
     assert [(report.name, report.stack, report.spills) for report in reports if report.spills] == []
@@ -263,7 +261,7 @@ ONE_BY_ONE = Mutant(
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (80, 90, 100))
 def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) -> None:
-    """They wait for memory once for four, where the mutant, or what is left of its rounds, does for one."""
+    """A sum waits for memory once for four sources; the mutant waits once for each source."""
     chosen = (
         "reduce_scatter bf16",
         "reduce_scatter fp32",
@@ -293,7 +291,6 @@ def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (80, 90, 100))
 def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
-    """Only those over vectors of slots do, and the one in which who gives up tells all ranks."""
     chosen = (
         "matmul_reduce_scatter bf16 nk pointers",
         "reduce_scatter bf16",
@@ -304,7 +301,7 @@ def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
     reports = build([entry for entry in entries(arch) if entry.name in chosen])
     assert len(reports) == len(chosen) - (arch == 80)
     for report in reports:
-        # others have the fence of who gives up, behind the barriers of a wait
+        # other loops have the fence of a timeout, after the barriers of a wait
         found = [loop.where for loop in report.loops if (loop.fences, loop.barriers) == (1, 1)]
         publish = [where for where in found if "give_up" not in where]
         assert publish and all(" in publish_" in where for where in publish), report
@@ -313,7 +310,7 @@ def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (80, 90, 100))
 def test_copiers_have_64_kib_on_their_way(arch: int) -> None:
-    """Loaded ahead of the stores, whatever the block; collectors of a plain gather, too."""
+    """Loads come before the stores, in blocks of every size, also in the collectors of a plain gather."""
     chosen = ("all_gather bf16", "all_gather fp32", "all_gather_matmul bf16 kn pointers copiers")
     found = [entry for entry in entries(arch) if entry.name in chosen]
     assert len(found) == len(chosen)
@@ -343,13 +340,13 @@ MASKED_BACKWARD = Mutant(
 
 
 def fewest(report: BuildReport, where: str) -> int:
-    """Instructions of the shortest loop of a function; those of two poll an mbarrier."""
+    """Return the instructions of a function's shortest loop. Loops of two instructions poll an mbarrier."""
     return min(n for loop in report.loops if where in loop.where and (n := loop.instructions) > 9)
 
 
 @pytest.mark.thorough
 def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pathlib.Path) -> None:
-    """On 9.0, per 64 keys: at most 330 without masks, which a mutant has for all tiles."""
+    """The mutant has masks for all tiles."""
     (shipped,) = [each for each in entries(90) if each.name == "attention bf16 head 128"]
     MASKED.write(tmp_path)
     module = shipped.module.replace("interlace.kernels", MASKED.package)
@@ -365,8 +362,7 @@ def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pa
 def test_backward_of_attention_takes_wide_products_and_few_instructions(
     size: int, tmp_path: pathlib.Path
 ) -> None:
-    """On 9.0 wgmma of 64 columns and more, and no mma, which smaller tiles have; per 64 keys and 64
-    queries at most so many instructions without masks, which a mutant has for all tiles."""
+    """Smaller tiles have mma instructions. The mutant has masks for all tiles."""
     names = "attention_queries_backward_kernel", "attention_keys_backward_kernel"
     every = {each.kernel: each for each in entries(90) if each.variant == f"bf16 head {size}"}
     shipped = [every[name] for name in names]

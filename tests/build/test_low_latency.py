@@ -46,7 +46,6 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @thorough
 def test_words_are_whole_and_relaxed(ptx: dict[str, str]) -> None:
-    """One 64-bit access each way per word, of system scope, and never a weak one."""
     for name, text in ptx.items():
         if name.startswith("low_latency"):
             assert text.count("st.relaxed.sys.global.b64") == 1, name  # in a loop over peers

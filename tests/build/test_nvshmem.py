@@ -1,7 +1,7 @@
-"""Kernels that put are linked with NVSHMEM's device library, for GPUs that this machine does not have.
+"""Kernels with puts are linked with NVSHMEM's device library, for GPUs that this machine does not have.
 
-The library comes with the test extra, so a test that misses it fails. INTERLACE_WITHOUT_NVSHMEM=1 skips
-such tests, as does a machine that it is not made for. What needs no library is still checked.
+The library comes with the test extra, so a test without it fails. INTERLACE_WITHOUT_NVSHMEM=1 skips these
+tests, and so does a machine for which the library is not made. The tests without the library still run.
 """
 
 import ast
@@ -52,7 +52,7 @@ MISSING = Entry(
     {"address_ptr": "*i64", "LINKED": "constexpr"},
     {"LINKED": True},
 )
-DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
+DRIVER = {"vprintf", "__assertfail"}  # every CUDA driver resolves these when it loads a module
 
 
 def library(arch: int, find: Callable[[int], list[Entry]] = linked, served: bool = SERVED) -> Any:
@@ -72,7 +72,7 @@ def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[BuildRepor
 @thorough
 @pytest.mark.parametrize("arch", ARCHES)
 def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
-    """All that is declared is defined; and the host finds where NVSHMEM's state is to be put."""
+    """All declared symbols are defined, and the host finds the place for the state of NVSHMEM."""
     library(arch)
     entries = linked(arch)
     reports, texts = built(entries, tmp_path)
@@ -127,7 +127,7 @@ def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Pat
     ("kernels", "arch"), few([("move_", 90), *(("", arch) for arch in ARCHES)], ("move_", 90))
 )
 def test_kernels_without_a_library_are_clean(kernels: str, arch: int) -> None:
-    """The same kernels with puts that are stores: rules of memory ordering, registers, stack."""
+    """These are the same kernels with stores in place of puts."""
     entries = [entry for entry in between_nodes(arch) if entry.kernel.startswith(kernels)]
     assert entries
     for report in build(entries):

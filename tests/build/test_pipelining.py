@@ -1,20 +1,23 @@
-"""The matmul loops of the fused kernels are pipelined as they are meant to be, by their PTX and resources.
+"""The matmul loops of the fused kernels are pipelined, as their PTX and resources show.
 
 A loop that the compiler refuses to pipeline still compiles, spills nothing and breaks no rule; it is only
-several times slower. What tells is shared memory: a pipelined loop has its stages there.
+several times slower. The evidence is shared memory: a pipelined loop has its stages there. Kernels that
+move, sum or norm rows have enough bytes in flight, as their SASS shows.
 """
 
 import pathlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant, entries
 from mutants.mutations import Edit, Mutant, importable
+from sim.benchmark.model_support import module
 from tiers import thorough
 
 KERNELS = {
@@ -42,7 +45,7 @@ SIGNALS = Mutant(
 )
 
 
-def entries() -> dict[str, Entry]:
+def pipelined_entries() -> dict[str, Entry]:
     made = {}
     for arch in (90, 100):
         for name, make in KERNELS.items():
@@ -61,13 +64,12 @@ def entries() -> dict[str, Entry]:
     return made
 
 
-ENTRIES = entries()
+ENTRIES = pipelined_entries()
 Built = tuple[Entry, BuildReport, str]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]]:
-    """Entry, report and PTX by name."""
     folder = tmp_path_factory.mktemp("pipelining")
     SIGNALS.write(folder)
     stems = [str(folder / name.replace(" ", "_")) for name in ENTRIES]
@@ -80,7 +82,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]
 
 
 def stage_bytes(entry: Entry) -> int:
-    """What one stage of the pipeline holds of both operands."""
+    """Return the bytes of both operands in one stage of the pipeline."""
     block_m, block_n, block_k = (int(entry.fixed[f"BLOCK_{axis}"]) for axis in "MNK")
     itemsize = 1 if "fp8" in entry.types["input.ptr"] else 2
     return (block_m + block_n) * block_k * itemsize
@@ -108,7 +110,7 @@ def test_a_loop_that_is_not_pipelined_is_seen(built: dict[str, Built]) -> None:
 @thorough
 @pytest.mark.parametrize("name", [name for name in PIPELINED if name.endswith("90")])
 def test_products_of_hopper_are_asynchronous(name: str, built: dict[str, Built]) -> None:
-    """One product is still running when the next is begun; only at the end of a tile all are waited for."""
+    """A product begins while another is running; the kernel waits for all only at the end of a tile."""
     _, _, ptx = built[name]
     assert "wgmma.mma_async" in ptx
     if "fp8" in name:  # each step's sum is added up outside of the tensor core
@@ -134,7 +136,7 @@ def test_loads_and_stores_by_descriptor(name: str, built: dict[str, Built]) -> N
 
 
 def test_which_tiles_leave_by_descriptor() -> None:
-    """Not those of the one-shot all-reduce, and not those that warps of their own would publish."""
+    """Tiles of the one-shot all-reduce do not, and tiles that specialized warps would publish do not."""
     by = {name: entry.fixed.get("OUT_DESCRIPTOR", False) for name, entry in ENTRIES.items()}
     assert by["gather 90"] and by["scatter 90"] and by["specialized 100"]
     assert not by["reduce 90"] and not by["specialized scatter 100"]
@@ -142,8 +144,48 @@ def test_which_tiles_leave_by_descriptor() -> None:
 
 @thorough
 def test_warps_are_specialized_on_blackwell_only(built: dict[str, Built]) -> None:
-    """Triton 3.7 refuses on Hopper where there is a wait in the kernel, and compiles as if not asked."""
+    """On Hopper, Triton 3.7 rejects such kernels if they wait, and otherwise ignores the option."""
     for name in ("specialized", "specialized scatter"):
         assert "setmaxnreg" in built[f"{name} 100"][2]
         assert "setmaxnreg" not in built[f"{name} 90"][2]
     assert "setmaxnreg" not in built["gather 100"][2]
+
+
+@pytest.mark.thorough
+def test_each_loop_has_enough_on_its_way() -> None:
+    """A multiprocessor needs 32 KiB in flight, or 16 KiB of data that comes from a cache."""
+    benchmark = module("rows_in_flight")
+    rows = benchmark.counted()
+    assert {row["kernel"].split()[0] for row in rows} == set(benchmark.KERNELS)
+    few: list[dict[str, Any]] = [
+        row
+        for row in rows
+        if row["function"] in benchmark.MOVE
+        and row["bytes"] < benchmark.FLOOR // (1 + (row["function"] in benchmark.AGAIN))
+    ]
+    assert not few, few
+
+
+SLOT_BY_SLOT = Mutant(
+    "rows of one slot after the other",
+    "kernels/experts/combine.py",
+    (Edit("loop_unroll_factor=4", "loop_unroll_factor=1"),),
+)
+
+
+@pytest.mark.thorough
+def test_control_slots_one_after_the_other_are_seen(tmp_path: pathlib.Path) -> None:
+    (shipped,) = [each for each in entries(90) if each.name == "combine bf16 weighted"]
+    SLOT_BY_SLOT.write(tmp_path)
+    changed = shipped.module.replace("interlace.kernels", SLOT_BY_SLOT.package)
+    with importable(tmp_path):
+        reports = build([shipped, replace(shipped, module=changed)])
+    assert not any(report.error for report in reports), reports
+    threads = 32 * shipped.num_warps
+    # By file: a mutant that was compiled earlier has a path without a file.
+    bytes_ = [
+        max(loop.bytes_in_flight for loop in report.loops if loop.where.startswith("combine.py"))
+        for report in reports
+    ]
+    floor = module("rows_in_flight").FLOOR
+    assert bytes_[0] * threads >= floor > bytes_[1] * threads, bytes_

@@ -63,7 +63,7 @@ def mutant(op: str, folder: pathlib.Path, pattern: str, text: str) -> Entry:
 
 
 def waits_before(ptx: str, how: str) -> bool:
-    """Whether a wait comes before some such move by TMA; all others come before waits, or on other ways."""
+    """Return whether a wait comes before some move of this kind by TMA."""
     program = PtxModule(ptx)
     code = program.instructions
     waits = program.where(lambda one: {"acquire", "sys", "ld"} <= one.parts)
@@ -98,11 +98,9 @@ def test_a_fault_is_found(name: str, tmp_path: pathlib.Path) -> None:
 @thorough
 @pytest.mark.parametrize("op", ENTRIES)
 def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
-    """What the roles are for, counted: against the reference, of the same tile."""
     roles, reference = build([ENTRIES[op], REFERENCES[op]])
 
     def innermost(report: BuildReport, what: str) -> Loop:
-        """The smallest loop with products."""
         loops = [loop for loop in report.loops if loop.wgmma_waits and what in loop.where]
         return min(loops, key=lambda loop: loop.instructions)
 
@@ -119,7 +117,7 @@ def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
 
 @thorough
 def test_sums_by_themselves_load_as_much_at_once() -> None:
-    """As in the kernel that has them at its end; left alone, ptxas takes registers for fewer loads."""
+    """Without the bound on registers, ptxas uses them for fewer loads."""
     ours, alone, reference = build(
         [SUMS, replace(SUMS, max_registers=0), REFERENCES["matmul_reduce_scatter"]]
     )

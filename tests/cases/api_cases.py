@@ -1,7 +1,7 @@
 """The ranks' side of the API's tests, with plain torch and Python numbers as the reference.
 
-A module of its own, because processes import it. Every function runs on a rank and raises AssertionError
-there. Payloads are a function of rank and call, so every rank knows what every other has.
+Processes import this module. Every function runs on a rank and raises AssertionError there. Payloads are a
+function of rank and call, so every rank knows the payloads of the others.
 """
 
 import math
@@ -14,13 +14,13 @@ import interlace
 import torch_names
 from cases import support_table
 
-LENGTHS = (3, 0, 5, 1)  # of uneven parts along dim 0, by rank
+LENGTHS = (3, 0, 5, 1)  # lengths of uneven parts along dim 0, by rank
 FEW = (torch.float32, torch.bool, torch.complex64)
 """Of these dtypes every shape and form is tried; of the others one of each op."""
 
 
 def bits(rank: int, call: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of which no other rank and call has the same; of any dtype, whatever they mean."""
+    """Return bytes of any dtype that differ for each rank and call."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     count = math.prod(shape) * dtype.itemsize
     flat = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator)
@@ -28,7 +28,7 @@ def bits(rank: int, call: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 
 def unlike(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a result, every byte other than in ``tensor``; NaN in most floats."""
+    """Return memory for a result, every byte of which differs from ``tensor``; most floats are NaN."""
     flip = 1 if tensor.dtype == torch.bool else 255
     return (raw(tensor) ^ flip).view(tensor.dtype).view(tensor.shape)
 
@@ -43,7 +43,6 @@ def check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def done(result: Any, async_op: bool) -> None:
-    """A Work if and only if asynchronous; complete afterwards."""
     if async_op:
         assert isinstance(result, interlace.Work)
         assert result.wait() is True and result.is_success()
@@ -55,7 +54,7 @@ def done(result: Any, async_op: bool) -> None:
 
 
 def parts_of(rank: int, world: int, call: int, tail: tuple[int, ...], dtype: Any) -> list[Any]:
-    """What ``rank`` has for each of the others; uneven along dim 0."""
+    """Return the parts of ``rank`` for each of the others; they are uneven along dim 0."""
     return [bits(rank, 10 * call + r, (LENGTHS[r], *tail), dtype) for r in range(world)]
 
 
@@ -243,7 +242,7 @@ recv = send
 
 
 def isend(dtype: torch.dtype, async_op: bool) -> None:
-    """Everyone to everyone, itself too, by tags in another order than they are sent."""
+    """Send from each rank to each, itself included; the order of tags differs from the order of sends."""
     rank, world = interlace.get_rank(), interlace.get_world_size()
     works, pairs = [], []
     for tag in (0, 5):
@@ -286,7 +285,7 @@ def batch_isend_irecv(dtype: torch.dtype, async_op: bool) -> None:
 
 
 def numbers(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that every dtype has, and of which a few sums and products are exact in most."""
+    """Return numbers that every dtype has; sums and products of a few of them are exact in most dtypes."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -355,7 +354,7 @@ def reduced(op: str, terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def near(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal; but averages, and products that do not fit, may be off by roundings of the dtype."""
+    """Compare: only averages, and products that do not fit, may differ by roundings of the dtype."""
     assert got.dtype == expected.dtype and got.shape == expected.shape, what
     if not (got.dtype.is_floating_point or got.dtype.is_complex):
         assert got.tolist() == expected.tolist(), f"{what}: {got} is not {expected}"
@@ -457,7 +456,7 @@ def reduce_scatter_tensor_coalesced(dtype: torch.dtype, op: str, async_op: bool)
 
 
 def serve(name: str, dtypes: tuple[torch.dtype, ...], *async_ops: bool) -> int:
-    """Run operation ``name`` for what the table says it serves, of ``dtypes``; how often it was run."""
+    """Run operation ``name`` in all forms of its line in the table, and return the number of calls."""
     operation = next(each for each in support_table.OPERATIONS if each.name == name)
     runs = 0
     for async_op in async_ops:

@@ -41,8 +41,11 @@ def visible(
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """``lengths``: tokens of each rank. ``heads``: of queries, of keys. ``value_size``: of heads of values,
-    None for that of keys."""
+    """``lengths``: tokens of each rank.
+
+    ``heads``: numbers of heads of queries and of keys. ``value_size``: size of value heads, None for the
+    size of key heads.
+    """
 
     lengths: tuple[int, ...]
     heads: tuple[int, int] = (4, 2)
@@ -73,13 +76,13 @@ class AttentionCase:
         return [self.whole(number, self.heads[number > 0]) for number in range(3)]
 
     def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the output, and of the logarithms."""
+        """Return the gradients of the output and of the logarithms."""
         grad = self.whole(3, self.heads[0])
         return grad, noise(0, 4, (self.batch, self.heads[0], sum(self.lengths)), torch.float32)
 
 
 def attend(case: AttentionCase, method: str, algorithm: str) -> list[torch.Tensor]:
-    """This rank's output, logarithms and gradients of q, k and v, as they come."""
+    """Return this rank's output, logarithms and gradients of q, k and v, without a comparison."""
     places = TokenShards(case.lengths, case.balance).places([interlace.get_rank()], None).tolist()
     own = [each[:, places].clone() for each in case.tensors()]
     grad = case.grads()[0][:, places]

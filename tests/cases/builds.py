@@ -8,7 +8,6 @@ from interlace.tools.catalogue.catalogue import Entry
 
 
 def compiled(entries: Iterable[Entry], folder: pathlib.Path) -> tuple[list[BuildReport], list[str]]:
-    """Reports, and the PTX of each."""
     wanted = list(entries)
     stems = [str(folder / str(number)) for number in range(len(wanted))]
     reports = build(wanted, artifacts=stems)

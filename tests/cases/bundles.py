@@ -77,7 +77,7 @@ ONE_OF_EACH = (("all_gather_matmul", "90"), ("all_gather", "90"), ("all_reduce",
 def build_all(
     folder: pathlib.Path, arches: Mapping[str, list[int]] = ARCHES
 ) -> dict[str, pathlib.Path]:
-    """Those of ``arches`` below ``folder``; the directory of each by op."""
+    """Build all bundles of ``arches`` below ``folder``, and return the directory of each op."""
     targets = [BundleTarget(op, OPTIONS[op], arches[op], folder / op) for op in arches]
     problems = {report.name: report.problems() for report in build_bundles(targets)}
     assert not any(problems.values()), problems
@@ -85,19 +85,18 @@ def build_all(
 
 
 def manifest_of(path: pathlib.Path) -> dict[str, Any]:
-    """The manifest of the bundle in ``path``."""
     return json.loads((path / "manifest.json").read_text())  # type: ignore[no-any-return]
 
 
 LIMIT = 132
-TOKENS = 4  # of an op by words
-GROUPED_EXPERTS = 3  # of a rank
+TOKENS = 4  # in an op by words
+GROUPED_EXPERTS = 3  # on each rank
 EXTRA = {"tokens": TOKENS, "query_rows": 4, "programs": 32, "home_rows": 5000}
 """Launch values that are no argument of a kernel."""
 
 
 class HostGroup(AbsentGroup):
-    """A group whose tables are there, and what is leased is listed."""
+    """A group that has tables of addresses and lists its leases."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(world_size)
@@ -133,7 +132,7 @@ INNER = {"matmul_all_reduce": 4095}
 
 
 def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configuration) -> HostGroup:
-    """What the launch side of ``op`` launches and leases for ``shape``."""
+    """Return the launches and leases of the host's part of ``op`` for ``shape``."""
     communicator: Any = HostGroup(rank, len(shape.rows))
     if op in LAUNCHES:
         LAUNCHES[op](communicator, shape.rows, configuration)
@@ -213,7 +212,7 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
 
 
 def apart(elements: int) -> Any:
-    """A flat output that is not where the input is; tensors without memory are all at 0."""
+    """Return a flat output with another address than the input; tensors without memory have address 0."""
     tensor = mock.MagicMock(dtype=torch.bfloat16, numel=lambda: elements)
     tensor.__getitem__.return_value.data_ptr.return_value = 16
     return tensor
@@ -231,7 +230,7 @@ def _broadcast(group: Any, rows: Any, configuration: Configuration) -> None:
 
 
 def _routed(op: str, group: Any) -> tuple[Any, Any, Home]:
-    """Experts of a rank, the assignment of some tokens, and how their rows come home."""
+    """Return a rank's experts, the experts of some tokens, and the way of their rows back to the tokens."""
     topk, experts = OPTIONS[op].topk, OPTIONS[op].experts
     chosen = Assignment(
         meta(40, topk, dtype=torch.int64), experts * group.world_size, group.world_size

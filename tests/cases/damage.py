@@ -29,7 +29,7 @@ VALUES = (
 
 
 def damaged(whole: bytes, chance: random.Random) -> bytes:
-    """Some bytes replaced, removed or put in; now and then nothing but garbage, or a number of 64 bits."""
+    """Replace, remove or insert some bytes; sometimes return only garbage, or a number of 64 bits."""
     if chance.random() < 0.05:
         return chance.randbytes(chance.randrange(400))
     data = bytearray(whole)
@@ -43,7 +43,7 @@ def damaged(whole: bytes, chance: random.Random) -> bytes:
 
 
 def damaged_json(whole: bytes, chance: random.Random, share: float = 0.5) -> bytes:
-    """Of a ``share`` still JSON, of which one value, at any depth, is another one or gone."""
+    """Damage a file. A ``share`` of the results is still JSON, with one value replaced or removed."""
     if chance.random() >= share:
         return damaged(whole, chance)
     at = root = json.loads(whole)
@@ -61,8 +61,8 @@ def damaged_json(whole: bytes, chance: random.Random, share: float = 0.5) -> byt
 
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """Within this no more than 256 MiB can be had; what tracemalloc counts takes ten times as long."""
-    gc.collect()  # what is freed later would be room
+    """Limit new memory to 256 MiB; tracemalloc would take ten times as long."""
+    gc.collect()  # memory that is freed later would be room
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
@@ -75,7 +75,7 @@ def little_memory() -> Iterator[None]:
 def read_100000_damaged(
     file: pathlib.Path, read: Callable[[], Any], refusals: type[Exception], share: float = 0.5
 ) -> int:
-    """How often ``file``, damaged, was refused; another error, or one for want of memory, fails."""
+    """Read damaged copies of ``file``, and count the refusals; other errors and MemoryErrors fail."""
     whole, chance, refused = file.read_bytes(), random.Random(8), 0
     # not emptied before it is written: ext4 would then write to the disk each time
     with file.open("r+b", buffering=0) as out, little_memory():

@@ -13,7 +13,7 @@ from interlace.runtime.places.gpu import driver
 from interlace.runtime.places.gpu.memory import MemoryRefused, TorchMemory
 
 ROWS, INNER, COLUMNS = 256, 128, 192
-SMALL_PARTS = 4  # of an input, each few enough bytes for a low-latency kernel
+SMALL_PARTS = 4  # per input, each small enough for a low-latency kernel
 NANOSECONDS = 1_000_000
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -118,7 +118,7 @@ def splits_of(rank: int, experts: int) -> list[int]:
 
 
 def grouped_exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """One expert per rank; that of rank r multiplies by r + 1 as well."""
+    """Multiply the rows of one expert per rank; the expert of rank r also multiplies by r + 1."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     weight = (w * (rank + 1)).unsqueeze(0)
     splits = splits_of(rank, world_size)
@@ -134,13 +134,13 @@ def grouped_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def two_experts(world_size: int, device: torch.device) -> torch.Tensor:
-    """Of each token: one on the rank of its number, and one on the next."""
+    """Return two experts for each token: on the rank with the token's number, and on the next."""
     tokens = torch.arange(ROWS, device=device)
     return torch.stack([tokens, tokens + 1], 1) % world_size
 
 
 def expert_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """There and back, without a count on the host; the expert of rank r multiplies by r + 1."""
+    """Send rows to experts and back without host counts; the expert of rank r multiplies by r + 1."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     idx = two_experts(world_size, x.device)
     received, handle = interlace.experts.dispatch(
@@ -150,7 +150,7 @@ def expert_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def expert_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Both matmuls of a layer: by ``w`` times the rank's number from 1 on, then by the unit matrix."""
+    """Run both matmuls of a layer: by ``w`` times the rank's number (from 1), then by the unit matrix."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     idx = two_experts(world_size, x.device)
     rows, sent = interlace.experts.permute(x, idx, world_size)
@@ -160,7 +160,7 @@ def expert_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def expert_layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """There, and back in one with the product by ``w`` times the rank's number; no count on the host."""
+    """Dispatch, and combine with the product by ``w`` times the rank's number, without host counts."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     received, handle = interlace.experts.dispatch(
         x,
@@ -216,7 +216,7 @@ def weight() -> torch.Tensor:
 
 
 def expected(name: str, rank: int, world_size: int, call: int) -> torch.Tensor:
-    """What op ``name`` gives, by torch on the CPU."""
+    """Return the result of op ``name`` by torch on the CPU."""
     inputs, w = [input_of(r, call) for r in range(world_size)], weight()
     gathered, summed = torch.cat(inputs), sum(inputs[1:], inputs[0])
     part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
@@ -252,7 +252,7 @@ def check(name: str, call: int, output: torch.Tensor) -> bool:
 
 
 def operations(names: list[str], rounds: int, torch_memory: bool, words: bool) -> list[str]:
-    """Every op, ``rounds`` times with other inputs; what was wrong."""
+    """Run every op ``rounds`` times with other inputs, and return the errors."""
     if not torch_memory:
         TorchMemory.allocate = _refused  # type: ignore[method-assign]
     if not words:
@@ -278,7 +278,7 @@ def memory_kind() -> str:
 
 
 def replays(name: str, count: int) -> list[int]:
-    """Replays of a captured op with other inputs, eager calls in between; the numbers of the wrong ones."""
+    """Replay a captured op with other inputs and eager calls between; return the wrong replays."""
     rank, device = interlace.get_rank(), interlace.device()
     x, w = input_of(rank, 0).to(device), weight().to(device)
     place = default_group().place
@@ -315,8 +315,7 @@ def replays(name: str, count: int) -> list[int]:
 
 
 def host_goes_on() -> tuple[bool, bool]:
-    """Behind seconds of other work, where the host takes milliseconds: whether ``wait()`` has returned
-    before it, and the op was right."""
+    """Return whether ``wait()`` returns before seconds of other device work end, and the op is right."""
     device = interlace.device()
     x, w = input_of(interlace.get_rank(), 1).to(device), weight().to(device)
     fused_gather(x, w)
@@ -330,7 +329,7 @@ def host_goes_on() -> tuple[bool, bool]:
 
 
 def dropped_inputs(rounds: int) -> list[int]:
-    """Asynchronous ops whose inputs the caller drops, and whose memory it takes again at once."""
+    """Run asynchronous ops whose inputs the caller frees; new tensors take the memory at once."""
     rank, device, wrong = interlace.get_rank(), interlace.device(), []
     w = weight().to(device)
     for call in range(rounds):
@@ -346,7 +345,7 @@ def dropped_inputs(rounds: int) -> list[int]:
 
 
 def layers(rounds: int) -> list[str]:
-    """A column- and a row-parallel layer, forward and backward, beside unsharded ones; what was wrong."""
+    """Compare column- and row-parallel layers with unsharded ones; return the errors."""
     from interlace import nn
 
     rank, world_size, device = interlace.get_rank(), interlace.get_world_size(), interlace.device()
@@ -382,7 +381,7 @@ def layers(rounds: int) -> list[str]:
 
 
 def leaves_the_others(how: str) -> str:
-    """Rank 1 does not take part in the second op; what rank 0 is told."""
+    """Return the error of rank 0 after rank 1 has not called the second op."""
     device = interlace.device()
     x = torch.ones(1024, device=device)
     interlace.all_reduce(x)
@@ -429,7 +428,7 @@ def cupy_arrays() -> list[float]:
 
 
 def messages() -> list[float]:
-    """Sends and receives around the ring, of tensors that are made on the stream just before."""
+    """Send and receive around the ring tensors that the stream has just made."""
     rank, world_size, device = interlace.get_rank(), interlace.get_world_size(), interlace.device()
     x, received = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
     values = []
@@ -448,7 +447,7 @@ def messages() -> list[float]:
 
 
 def futures() -> tuple[float, float]:
-    """What a future's callback and its waiter see."""
+    """Return the values that a future's callback and its waiter get."""
     x = torch.ones(1 << 20, device=interlace.device())
     torch.cuda._sleep(50 * NANOSECONDS)
     work = interlace.all_reduce(x, async_op=True)
@@ -458,7 +457,7 @@ def futures() -> tuple[float, float]:
 
 
 def process_group(path: str) -> dict[str, Any]:
-    """torch.distributed on tensors of both kinds, in one group; interlace's own ops in it."""
+    """Run torch.distributed on tensors of both devices in one group, and interlace's ops in it."""
     import torch.distributed as dist
 
     rank, world_size = interlace.get_rank(), interlace.get_world_size()

@@ -17,7 +17,7 @@ F32 = torch.float32
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """``lengths``: of dimension 0, by rank; ``columns``: those of a rank's heads; ``hidden``: of tokens."""
+    """``lengths``: of dimension 0, by rank. ``columns``: of a rank's heads. ``hidden``: size of a token."""
 
     lengths: tuple[int, ...]
     hidden: int = 24
@@ -37,7 +37,7 @@ class ExchangeCase:
 
 
 def exchanged(case: ExchangeCase, algorithm: str) -> dict[str, torch.Tensor]:
-    """What both ops give, and their gradients."""
+    """Return the results of both ops, and their gradients."""
     rank, world = interlace.get_rank(), interlace.get_world_size()
     begin, every = sum(case.lengths[:rank]), world * case.columns
     own = slice(begin, begin + case.lengths[rank])
@@ -69,7 +69,7 @@ def exchanged(case: ExchangeCase, algorithm: str) -> dict[str, torch.Tensor]:
 
 
 def worst(case: ExchangeCase, found: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """How far the results of all ranks are from the reference, as multiples of what is allowed."""
+    """Return the largest error of all ranks as a multiple of the bound."""
     world, ratios = len(case.lengths), dict[str, float]()
     every = world * case.columns
     for name, hidden, columns in (
@@ -104,7 +104,7 @@ def worst(case: ExchangeCase, found: list[dict[str, torch.Tensor]]) -> dict[str,
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Some embedding of positions; of the layout "sbhd"."""
+    """Apply an embedding of positions to tensors of layout "sbhd"."""
     at = positions.to(q.dtype).view(-1, 1, 1, 1) / 10
     return q * at.cos() + q.flip(-1) * at.sin(), k * at.cos() + k.flip(-1) * at.sin()
 
@@ -112,7 +112,7 @@ def turned(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[t
 def layered(
     lengths: tuple[int, ...], heads: tuple[int, int], algorithm: str, layout: str, balance: str
 ) -> float:
-    """The largest error of the layer: its output and the sums over ranks of its gradients."""
+    """Return the largest error of the layer's output and of its gradients, summed over ranks."""
     rank, size = interlace.get_rank(), 8
     torch.manual_seed(0)
     options: Any = {"layout": layout, "balance": balance, "algorithm": algorithm, "causal": True}

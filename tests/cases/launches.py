@@ -1,9 +1,8 @@
 """Every launch site of the repository, run with a ``libcuda`` that does nothing.
 
-``python launches.py FOLDER [PART]``, in a process of its own (``benchmarks/stub_libcuda.py``). A site is a
-call that launches a kernel, says what to launch, or asks the driver; :func:`sites` finds them in a text.
-What ran is printed as JSON: of every part what it launched, and why it failed if it did; and the sites that
-were passed.
+Run it as ``python launches.py FOLDER [PART]`` (``benchmarks/stub_libcuda.py``). A site is a call that
+launches a kernel, describes a launch, or asks the driver; :func:`sites` finds them in a text. The output is
+JSON: the launches and errors of every part, and the executed sites.
 """
 
 import ast
@@ -33,7 +32,7 @@ DRIVER = re.compile(r"cu[A-Z][A-Za-z0-9_]+")
 
 
 class Site(NamedTuple):
-    """A call that launches; ``name`` is that of the function it is in."""
+    """A launch in the source; ``name`` is the function that contains it."""
 
     name: str
     first_line: int
@@ -41,7 +40,7 @@ class Site(NamedTuple):
 
 
 def _launches(call: ast.Call, jitted: set[str]) -> bool:
-    """``kernel[grid](...)``, ``launcher(*grid, ...)``, names of Triton, CuPy and ``core/launch.py``."""
+    """Recognise ``kernel[grid](...)``, ``launcher(*grid, ...)``, and launches in Triton, CuPy and core."""
     called, keywords = call.func, {each.arg for each in call.keywords}
     name = ast.unparse(called).rpartition(".")[2]
     if (
@@ -82,7 +81,7 @@ def sites(text: str) -> Iterator[Site]:
 
 
 def found() -> dict[str, list[Site]]:
-    """By file, from the root of the repository, the sites that the repository has."""
+    """Return the launch sites of all files of the repository."""
     files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
     files = [file for file in files if file.resolve() == file]
     by_file = {str(file.relative_to(ROOT)): list(sites(file.read_text())) for file in files}
@@ -97,7 +96,7 @@ def named(file: str, site: Site) -> str:
 
 
 class Trace:
-    """Which lines of files with sites are run."""
+    """The executed lines of files with sites."""
 
     def __init__(self) -> None:
         self.lines: dict[str, set[int]] = {str(ROOT / file): set() for file in found()}
@@ -118,7 +117,7 @@ class Trace:
         return of_file(frame, event, argument)
 
     def passed(self) -> list[list[Any]]:
-        """The sites of which some line was run: file, name, first line."""
+        """Return the sites with an executed line: file, name, first line."""
         return [
             [file, *site[:2]]
             for file, known in found().items()
@@ -131,7 +130,7 @@ SMALL = {"block_m": 64, "block_n": 64, "block_k": 32, "num_warps": 4, "num_stage
 
 
 def algorithms(launched: Callable[[Any], None]) -> None:
-    """What ops launch, each in one variant, as the catalogue of kernels has it."""
+    """Return the launches of ops in one variant each, in the names of the catalogue."""
     from dataclasses import replace
 
     import torch
@@ -186,7 +185,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
 
 def prepared(launch: Any) -> None:
-    """``launch`` as a stream has it run, also by a launcher of a kind that is not known."""
+    """Prepare ``launch`` as a stream does, also by a launcher of an unknown kind."""
     import torch
 
     from interlace.runtime.compat import triton_launcher
@@ -200,7 +199,7 @@ def prepared(launch: Any) -> None:
 
 
 def parts(folder: Path) -> dict[str, Callable[[], int]]:
-    """By name; each says how many launches it has asked for at least."""
+    """Return the parts by name; each of them returns the least number of its launches."""
 
     def of_algorithms() -> int:
         launches: list[Any] = []
@@ -210,7 +209,7 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         return 2 * len(launches)
 
     def of_streams() -> int:
-        """Ops of the public API, the long way and planned; pipelined, so that streams signal."""
+        """Run ops of the public API, with and without plans; they are pipelined, so that streams signal."""
         import torch
 
         import interlace
@@ -225,7 +224,6 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         return 4
 
     def of_benchmarks() -> int:
-        """The parts of ``gpu.py`` that launch by themselves."""
         import gpu_facts
         import gpu_probe
         import torch
@@ -258,7 +256,7 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         return 2
 
     def of_bundles() -> int:
-        """By CuPy, of which there is a stand-in: it counts by itself."""
+        """Launch by a stand-in for CuPy, which counts its launches."""
         from interlace import aot
         from interlace.tools.bundle import BundleTarget, KernelOptions, build_bundles
         from stand_ins import cupy_stand_in
@@ -289,7 +287,7 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
 
 
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` for device "cuda", which is not there."""
+    """Run ``function`` for device "cuda" without a GPU."""
 
     def made(*given: Any, **named: Any) -> Any:
         if named.get("device") == "cuda":

@@ -108,7 +108,7 @@ WHY_NOT: dict[tuple[str, str], str] = {
 
 
 def public_ops() -> dict[str, Callable[..., Any]]:
-    """Functions that take a group, or an algorithm, by name."""
+    """Return the functions with a parameter ``group`` or ``algorithm``."""
     found = {}
     for module in MODULES:
         for name in module.__all__:
@@ -121,18 +121,17 @@ def public_ops() -> dict[str, Callable[..., Any]]:
 
 
 def stood_for() -> list[str]:
-    """The ops, each once."""
     return list(dict.fromkeys(SAME.get(name, name) for name in public_ops() if name not in NO_OPS))
 
 
 def names_of(op: str, tool: str) -> tuple[str, ...]:
-    """What a tool calls an op; () where it does not know it."""
+    """Return the names of an op in a tool; () if the tool does not have the op."""
     named = NAMES.get((op, tool), (op,))
     return named if all(name in TOOLS[tool] for name in named) else ()
 
 
 def table() -> str:
-    """Lines of Markdown: what each op is called by its tools."""
+    """Return lines of Markdown with the names of each op in its tools."""
     lines = ["| op | " + " | ".join(TOOLS) + " |", "|---" * (1 + len(TOOLS)) + "|"]
     for op in stood_for():
         cells = [f"`{op}`"]

@@ -58,7 +58,7 @@ def _quantized(length: int = 2) -> torch.Tensor:
 
 
 def _all_gather_twice(bad: bool, make: Callable[[], torch.Tensor]) -> None:
-    """The second time, when the call is known, is the shorter way."""
+    """The second call is a known call, which takes the shorter way."""
     interlace.all_gather(_tensor(4), _tensor())
     interlace.all_gather(_tensor(4), make() if bad else _tensor())
 

@@ -18,9 +18,9 @@ class Operation:
 
     Attributes
     ----------
-    name : of the function.
+    name : the function's.
     payload : ANY dtype, dtypes that can be REDUCED (see :func:`reduce_table`), OBJECTS, NOTHING.
-    forms : of the argument that has one part per rank: "cat", "stack", "list".
+    forms : for the argument with one part per rank: "cat", "stack", "list".
     uneven : parts may differ between ranks.
     in_place : no copy where output and input are the same memory.
     async_op : takes ``async_op``, or always gives a Work.
@@ -92,7 +92,7 @@ REDUCE_OPS = (*reductions.REDUCE_OPS, "premul_sum")
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
-    """Whether ``op``, one of ``REDUCE_OPS``, reduces ``dtype``; premul_sum is of floats and complex."""
+    """Return whether an op reduces ``dtype``; premul_sum reduces floats and complex numbers."""
     if op == "premul_sum":
         return (dtype.is_floating_point or dtype.is_complex) and defined("sum", dtype)
     return (op, dtype) in reductions._FOLDS

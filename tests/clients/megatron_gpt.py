@@ -24,7 +24,7 @@ TOLD = '`init_process_group("interlace")` before `initialize_model_parallel`'
 
 
 class Norm(torch.nn.LayerNorm):
-    """Megatron has none for sequence shards without APEX or Transformer Engine."""
+    """Without APEX and Transformer Engine, Megatron has no norm for sequence shards."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -33,7 +33,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 def configuration() -> TransformerConfig:
-    # what Megatron takes for granted, and a machine without a GPU has not
+    # Megatron assumes these, and a machine without a GPU lacks them
     torch.cuda.current_device = lambda: torch.device("cpu")
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     return TransformerConfig(

@@ -20,7 +20,7 @@ TOLD = '`DistributedManager.setup(backend="interlace")`'
 
 
 class Split(nn.Module):
-    """Hidden units by rank, then rows by rank for a layer that all ranks share."""
+    """A layer that all ranks share: hidden units by rank, then rows by rank."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Split(nn.Module):
 
 
 def set_up(backend: str) -> tuple[int, int]:
-    """Its manager, on this rank of so many, which are returned."""
+    """Return PhysicsNeMo's manager on this rank."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # It binds the group to its device, which torch refuses of a CPU, and leaves that out on a TypeError.
     init = dist.init_process_group

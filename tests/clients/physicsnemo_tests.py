@@ -1,10 +1,10 @@
 """PhysicsNeMo's own tests of its distributed autograd, on gloo and on interlace, with 2 ranks and with 4.
 
-    make clients PHYSICSNEMO=folder     of its repository, of the release that is installed
+    make clients PHYSICSNEMO=folder     its repository at the installed release
 
-Its wheel has no tests. Those of ``FILE`` gather, scatter and exchange shards of unlike lengths, and ask for
-a GPU per rank: here they run without the fixture that skips them on a CPU, and "cuda:0" in their text is
-"cpu". Exit code 1 unless all pass on interlace; gloo is for comparison.
+Its wheel has no tests. The tests of ``FILE`` gather, scatter and exchange shards of unequal lengths. They
+ask for a GPU per rank. Here they run without the fixture that skips them on a CPU, and "cuda:0" in their
+text is "cpu". Exit code 1 unless all pass on interlace; gloo is for comparison.
 """
 
 import json
@@ -20,7 +20,7 @@ LIMIT_SECONDS = 300
 
 
 def said_by_tests(file: Path) -> dict[str, str]:
-    """What each test of ``file`` raised on this rank, or nothing."""
+    """Return the error of each test of ``file`` on this rank, or ""."""
     stand_in: Any = SimpleNamespace(
         fixture=lambda **_: lambda function: function,
         mark=SimpleNamespace(multigpu_static=lambda function: function),
@@ -39,7 +39,7 @@ def said_by_tests(file: Path) -> dict[str, str]:
 
 
 def run_rank(file: Path, backend: str) -> None:
-    """Rank 0 prints a line of JSON: what the tests said, by rank."""
+    """Rank 0 prints a line of JSON: the errors of the tests, by rank."""
     import torch.distributed as dist
 
     from clients.physicsnemo_shared import set_up

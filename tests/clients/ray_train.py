@@ -19,7 +19,7 @@ TOLD = '`TorchConfig(backend="interlace")`'
 
 
 def worker(job: dict[str, str]) -> None:
-    """A rank; the losses are those of all ranks together."""
+    """Train as a rank, and return the losses of all ranks together."""
     from clients.run import Steps
 
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def worker(job: dict[str, str]) -> None:
 
 
 def train(backend: str, step: Any) -> None:
-    """The ranks are Ray's actors; the process of rank 0 starts them, others have nothing to do."""
+    """Ray's actors are the ranks; the process of rank 0 starts them, and the other processes return."""
     if os.environ["RANK"] != "0":
         return
     ranks = int(os.environ["WORLD_SIZE"])

@@ -1,13 +1,14 @@
 """Real programs on interlace and on gloo: the same steps of training, their losses and their time.
 
     make clients                                  all of them, and the table of docs/reference/clients.md
-    make clients CLIENTS="ray_train --ranks 4"    these; what is known of the others stays
+    make clients CLIENTS="ray_train --ranks 4"    these; known results of the others stay
 
-A client is a file of this folder: ``TRAINS``, what it does, ``TOLD``, how a user of it names the backend,
-``PACKAGES``, and ``train(backend, step)``, which every rank runs in a new process; it calls ``step(loss)``
-after every step. Losses are compared rank by rank and step by step. Between two ranks a sum has one order,
-so the losses have to be equal in every bit; between more they may differ by ``BOUND``. Times are medians
-of a step of rank 0 without the first ones, the lower of rounds in turns: gloo, interlace, gloo, interlace.
+A client is a file of this folder. ``TRAINS`` describes it, ``TOLD`` shows how a user names the backend, and
+``PACKAGES`` lists its packages. Every rank runs ``train(backend, step)`` in a new process; it calls
+``step(loss)`` after every step. Losses are compared rank by rank and step by step. Between two ranks a sum
+has one order, so all bits of the losses must be equal; between more ranks they may differ by ``BOUND``.
+Times are medians of a step of rank 0 without the first steps: the lower one of rounds in turns (gloo,
+interlace, gloo, interlace).
 """
 
 import argparse
@@ -31,7 +32,7 @@ PAGE = ROOT / "docs/reference/clients.md"
 BACKENDS = ("gloo", "interlace")
 ROUNDS = 2
 WARM_UP = 3  # steps
-BOUND = 1e-5  # of a loss in float32, relative: a few roundings for every step
+BOUND = 1e-5  # relative, for a loss in float32: a few roundings for every step
 LIMIT_SECONDS = 300
 MESSAGE_LENGTH = 3000
 BEGIN, END = "<!-- clients: make clients -->", "<!-- end of clients -->"
@@ -45,7 +46,7 @@ def clients() -> list[str]:
 
 
 def said(name: str) -> dict[str, Any]:
-    """What a client says of itself, without importing what it is a client of."""
+    """Return the attributes of a client's file without an import of its library."""
     body = ast.parse((HERE / f"{name}.py").read_text()).body
     assigned = [(node.targets[0], node.value) for node in body if isinstance(node, ast.Assign)]
     return {
@@ -56,7 +57,7 @@ def said(name: str) -> dict[str, Any]:
 
 
 class Steps:
-    """What ``train`` calls after every step: keeps the loss, and the seconds since the last call."""
+    """Called by ``train`` after every step: keeps the loss, and the seconds since the last call."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -71,7 +72,7 @@ class Steps:
 
 
 def run_rank(name: str, backend: str, results: str) -> None:
-    """One rank of a client, its place in the environment; writes losses and seconds to a file."""
+    """Run one rank of a client, numbered by the environment, and write its losses and seconds."""
     import torch
     import torch.distributed as dist
 
@@ -85,7 +86,7 @@ def run_rank(name: str, backend: str, results: str) -> None:
 
 
 def run_backend(name: str, backend: str, ranks: int) -> list[dict[str, list[float]]]:
-    """What every rank of a client kept, by rank."""
+    """Return the losses and seconds of every rank of a client."""
     from support import free_port  # not in ranks: it imports interlace, which torch is to find
 
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
@@ -125,7 +126,7 @@ def run_backend(name: str, backend: str, ranks: int) -> list[dict[str, list[floa
 
 
 def difference(ours: list[Any], theirs: list[Any]) -> float:
-    """The largest relative one between losses, over ranks and steps; 0 if all bits are equal."""
+    """Return the largest relative difference of losses over ranks and steps; 0 if all bits are equal."""
     pairs = [
         pair
         for our, their in zip(ours, theirs, strict=True)
@@ -170,13 +171,13 @@ def run(name: str, ranks: int, rounds: int) -> dict[str, Any]:
 
 
 def right(row: dict[str, Any]) -> bool:
-    """Whether losses are equal, as far as they have to be, and fall."""
+    """Return whether losses are as equal as the client asks, and fall."""
     bound = 0.0 if row["ranks"] == 2 else BOUND
     return not row["failed"] and row["difference"] <= bound and row["last"] < row["first"]
 
 
 def cells(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Of one client, by its numbers of ranks; times are those of the fewest."""
+    """Return the cells of one client for its numbers of ranks; times are from the smallest number."""
     row = rows[min(rows)]
     releases = ", ".join(f"{name} {release}" for name, release in row["releases"].items())
     failed = "; ".join(

@@ -18,7 +18,7 @@ TOLD = '`init_process_group("interlace")` before its `Trainer`'
 
 
 def without_gpu() -> None:
-    """Without one it takes CUDA for its device; files that are imported next keep what is set here."""
+    """Without a GPU torchtitan still takes CUDA for its device; later imports keep this setting."""
     tools.device_type = "cpu"
     tools.device_module = SimpleNamespace(
         **{**vars(torch.cpu), "current_device": lambda: 0},

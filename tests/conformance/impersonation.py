@@ -1,8 +1,8 @@
 """interlace under the name of gloo, for torch's own tests.
 
 Many of torch's tests run for the names "gloo", "nccl" and "mpi" only. Here the class that torch makes for
-"gloo" is interlace's process group, which answers to that name. What torch's C++ code asks of a gloo group
-beyond collectives (the logger of DDP wants its network device) a real one answers.
+"gloo" is interlace's process group with that name. A real gloo group answers the other requests of torch's
+C++ code (the logger of DDP needs its network device).
 """
 
 from datetime import timedelta
@@ -24,7 +24,7 @@ LISTS_OF_PROFILED_BACKENDS = (
 
 
 class InterlaceAsGloo(InterlaceProcessGroup):
-    """Takes the arguments of ``ProcessGroupGloo``."""
+    """An interlace group with the arguments of ``ProcessGroupGloo``."""
 
     create_device = dist.ProcessGroupGloo.create_device
 
@@ -39,7 +39,7 @@ class InterlaceAsGloo(InterlaceProcessGroup):
         return "gloo"
 
     def _run(self, *args: Any, **options: Any) -> Any:
-        """Tests of timeouts look for the word."""
+        """Add gloo's word to errors of timeouts, which tests look for."""
         try:
             return super()._run(*args, **options)
         except CollectiveTimeoutError as error:
@@ -50,7 +50,7 @@ class InterlaceAsGloo(InterlaceProcessGroup):
 
 
 def install() -> None:
-    """From now on groups of the backend "gloo" are interlace's."""
+    """Replace groups of the backend "gloo" by interlace's."""
     c10d.ProcessGroupGloo = InterlaceAsGloo
 
 

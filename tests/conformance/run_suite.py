@@ -1,15 +1,15 @@
-"""Run torch's own tests against interlace, and compare with what gloo passes.
+"""Run torch's own tests against interlace, and compare with the tests that gloo passes.
 
-    python tests/conformance/run_suite.py                       of process groups, both world sizes, minutes
+    python tests/conformance/run_suite.py                       process groups, both world sizes, minutes
     python tests/conformance/run_suite.py -w 2 broadcast reduce   tests whose name matches one of these
     python tests/conformance/run_suite.py --json results.json   every test: verdict, seconds, message
-    python tests/conformance/run_suite.py --update              run gloo, and store what it passes
-    python tests/conformance/run_suite.py --pytorch ~/pytorch   those of FILES instead, with gloo too; hours
+    python tests/conformance/run_suite.py --update              run gloo, and store the tests that it passes
+    python tests/conformance/run_suite.py --pytorch ~/pytorch   the tests of FILES, with gloo too; hours
 
-interlace stands in for gloo (``impersonation.py``), because many of torch's tests run for known names only.
-What gloo passes is stored in ``gloo_passes.json`` for one release of torch; with another release, gloo is
-run too. torch's wheels have no more tests than those: ``--pytorch`` names a checkout of the release that is
-installed; tests that ask for GPUs run on the CPU there. Exit code 1 if one that gloo passes does not pass.
+interlace replaces gloo (``impersonation.py``), because many of torch's tests run for known names only.
+``gloo_passes.json`` lists the tests that gloo passes for one release of torch; with another, gloo is run
+too. Torch's wheels have no more tests: ``--pytorch`` names a checkout of the installed release. Tests
+that ask for GPUs run on the CPU there. Exit code 1 if interlace fails a test that gloo passes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch
 HERE = Path(__file__).parent
 STORED = HERE / "gloo_passes.json"
 WORLD_SIZES = ("2", "4")
-FILES = (  # of functional collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints, optimizers
+FILES = (  # collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints, optimizers
     "test_functional_api.py",
     "test_c10d_functional_native.py",
     "test_c10d_object_collectives.py",
@@ -47,7 +47,7 @@ LIMIT_SECONDS = 1800
 
 @dataclass
 class Results:
-    """What came of torch's tests for one backend, of a world size or of a file."""
+    """Results of torch's tests for one backend, and for a world size or a file."""
 
     backend: str
     what: str
@@ -73,7 +73,7 @@ def label(what: str) -> str:
 
 
 def run(backend: str, what: str, patterns: list[str]) -> Results:
-    """Run the tests in a process of their own, which the suite's module-level settings need."""
+    """Run the tests in a new process, because the suite has settings at module level."""
     start, broken = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results", Path(folder) / "log"
@@ -96,7 +96,7 @@ def run(backend: str, what: str, patterns: list[str]) -> Results:
 
 
 def stored() -> dict[str, set[str]]:
-    """What gloo of this torch passes, by world size; empty if another torch was asked."""
+    """Return the tests that gloo of this torch passes, by world size; empty for another torch."""
     if not STORED.exists():
         return {}
     content = json.loads(STORED.read_text())
@@ -114,7 +114,7 @@ def store(results: list[Results]) -> None:
 
 
 def known(what: str, patterns: list[str]) -> set[str]:
-    """The tests that gloo passes: as stored, or as it does now."""
+    """Return the tests that gloo passes: the stored ones, or the results of a run."""
     if names := stored().get(what):
         return {name for name in names if re.search("|".join(patterns), name)}
     gloo = run("gloo", what, patterns)

@@ -88,7 +88,7 @@ def test_choice_of_torch_tests() -> None:
 
 @thorough
 def test_files_of_a_checkout(tmp_path: Path) -> None:
-    """A file that gloo cannot import does not count, nor a test without ranks; GPUs are CPUs."""
+    """Files that gloo cannot import and tests without ranks do not count; GPUs are replaced by CPUs."""
     folder = tmp_path / "test/distributed"
     folder.mkdir(parents=True)
     (folder / "test_device_mesh.py").write_text("import something_of_another_release\n")

@@ -3,8 +3,8 @@
     python torch_suite.py gloo|interlace WORLD_SIZE|FILE RESULTS [PATTERN ...]
 
 Writes one line of JSON per test to RESULTS: name, verdict ("pass", "skip", "fail"), seconds, message. The
-suite reads backend and world size when it is imported, so each combination is a process of its own; each
-test forks its ranks from it, with everything loaded.
+suite reads backend and world size at import, so each combination runs in a new process. Each test forks its
+ranks from that process after all imports.
 """
 
 import json
@@ -29,7 +29,7 @@ CPU_FOR_GPUS = (  # in the text of a file
     (r"\bdevice_ids=\[[^]]*\]", "device_ids=None"),
     (r"(?<!backends\.)\bcuda\b(:(\d|\{.+?\}))?", "cpu"),
 )
-GUARDS = (  # of tests that ask for GPUs
+GUARDS = (  # decorators of tests that ask for GPUs
     "skip_if_lt_x_gpu",
     "nccl_skip_if_lt_x_gpu",
     "require_n_gpus_for_nccl_backend",
@@ -38,7 +38,7 @@ GUARDS = (  # of tests that ask for GPUs
 
 
 def name_of(test: unittest.TestCase) -> str:
-    """Without its module; of the suite, which is one class, without that too."""
+    """Return a test's name without its module, and in the suite also without its class."""
     return re.sub(r"^.*\bSuite\.|^\w+\.", "", test.id())
 
 
@@ -93,7 +93,7 @@ def fork_ranks(test: Any) -> None:
 
 
 def load(backend: str, what: str) -> unittest.TestSuite:
-    """torch's tests; their ranks are forked."""
+    """Load torch's tests, with ranks that are forked."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=what if what.isdigit() else "4")
     os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
 
@@ -121,14 +121,14 @@ def load(backend: str, what: str) -> unittest.TestSuite:
 
 
 def without_gpus() -> None:
-    """Tests that are skipped for want of GPUs run on the CPU; those that name another device fail."""
+    """Run tests that are skipped without GPUs on the CPU; tests that name another device fail."""
     import torch
     from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
     from torch.testing._internal import common_cuda, common_distributed, common_fsdp
     from torch.testing._internal.distributed._shard import sharded_tensor
 
     def init_device_handle(*args: Any) -> Any:
-        """FSDP1 takes a CPU that it is told, and no other."""
+        """Give FSDP1 the CPU, which it accepts only explicitly."""
         return init_device_of_fsdp(*args[:-1], args[-1] or torch.device("cpu"))
 
     init_device_of_fsdp, fsdp._init_device_handle = fsdp._init_device_handle, init_device_handle
@@ -144,7 +144,7 @@ def without_gpus() -> None:
 
 
 def of_file(file: Path) -> unittest.TestSuite:
-    """The tests of a file of PyTorch's repository, which would start their ranks anew and ask for GPUs."""
+    """Load the tests of a file of PyTorch's repository without new processes and GPUs."""
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
     MultiProcessTestCase._spawn_processes = fork_ranks

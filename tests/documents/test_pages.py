@@ -132,14 +132,14 @@ def test_what_is_run_elsewhere_is(name: str, line: pages.Line) -> None:
     [
         (".ci/run", "make clean", ".ci/run has no 'make clean'"),
         (
-            "tests/repository/test_makefile.py",
+            "tests/repository/test_action.py",
             "make",
-            "tests/repository/test_makefile.py has no 'make'",
+            "tests/repository/test_action.py has no 'make'",
         ),
         (
-            "tests/repository/test_makefile.py",
+            "tests/repository/test_action.py",
             "x = 1\ny = 2",
-            "tests/repository/test_makefile.py has no 'README.md'",
+            "tests/repository/test_action.py has no 'README.md'",
         ),
         (
             "docs/tutorials/start.md",

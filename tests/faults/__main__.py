@@ -37,7 +37,6 @@ FAMILIES = (mismatches, ends, pending, limits, strangers, garbage, recovery, soa
 
 
 def machine() -> str:
-    """Where and when the figures were measured."""
     load = os.getloadavg()[0]
     return (
         f"{time.strftime('%Y-%m-%d')}, {platform.system()} {platform.machine()}, "
@@ -47,20 +46,19 @@ def machine() -> str:
 
 
 def chosen(words: Sequence[str], *, short: bool = False) -> list[Row]:
-    """The rows whose names have one of ``words``, or all; a short run compares with nothing beside."""
+    """Return rows whose names have one of ``words``, or all; a short run has no rows for comparison."""
     rows = [row for family in FAMILIES for row in family.rows() if not (short and row.beside)]
     named = [(row, f"{row.fault} {row.place}") for row in rows]
     return [row for row, name in named if not words or any(word in name for word in words)]
 
 
 def in_page(page: str, made: str) -> str:
-    """``page`` with ``made`` between the comments."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{made.strip()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def with_rows(page: str, results: Sequence[Result]) -> str:
-    """``page`` with the lines of these rows as they are now."""
+    """Replace the lines of these rows in ``page``."""
     for result in results:
         cells = result.cells()
         begin = re.escape(f"| {cells[0]} | {cells[1]} |")
@@ -69,7 +67,6 @@ def with_rows(page: str, results: Sequence[Result]) -> str:
 
 
 def report(result: Result, seconds: float) -> None:
-    """A line of progress, and what was wrong."""
     cells = result.cells()
     print(f"[{seconds:4.0f} s] " + " | ".join(cells), flush=True)
     for trial in result.wrong[:3] if not result.row.beside else []:

@@ -31,7 +31,7 @@ MISUSE = ("ValueError", "TypeError")
 
 
 class Said(NamedTuple):
-    """What a call came to on a rank: the class of its exception, its text, and when it began and ended."""
+    """The result of a call on a rank: the class and text of its exception, its begin and its end."""
 
     kind: str
     text: str
@@ -40,7 +40,7 @@ class Said(NamedTuple):
 
 
 def tried(call: Callable[[], Any]) -> Said:
-    """What ``call`` raises; ``kind`` is empty if it returns, and ``text`` what it returned then."""
+    """Return the exception of ``call``; if it returns, ``kind`` is empty and ``text`` is its result."""
     begun = time.monotonic()
     try:
         kind, text = "", str(call())
@@ -54,10 +54,9 @@ def tried(call: Callable[[], Any]) -> Said:
 def joined(
     place: str, store: Any, rank: int, world_size: int, timeout: float, name: str = "faults"
 ) -> Any:
-    """Join a group of all: in ``shm``, on two ``hosts`` of which each has half the ranks, on ``one each``,
-    or with gloo.
+    """Join a group of all ranks in ``shm``, on two ``hosts``, on ``one each``, or with gloo.
 
-    Returns the module whose functions are the collectives.
+    Return the module whose functions are the collectives.
     """
     if place == "gloo":
         options: Any = {"rank": rank, "world_size": world_size, "store": store}
@@ -82,7 +81,7 @@ def _member(
 ) -> None:
     os.dup2(
         os.open(os.devnull, os.O_WRONLY), 2
-    )  # what C++ prints when it ends the process, as it may
+    )  # hides the text that C++ prints if it ends the process
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that newer releases have too
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -98,19 +97,19 @@ def _member(
     except Exception:
         end.send(Said("end of the rank", traceback.format_exc(), 0.0, time.monotonic()))
     end.close()
-    while True:  # who has something to say first is heard before this process ends
+    while True:  # the other's first message is read before this process ends
         time.sleep(LONG)
 
 
 class Crew:
-    """The processes of some ranks. ``said(rank)`` is the next that a rank sends."""
+    """The processes of some ranks. ``said(rank)`` returns the next message of a rank."""
 
     def __init__(self, processes: list[Any], ends: list[Any], store: TCPStore) -> None:
         self.processes, self.store, self._ends = processes, store, ends
         self.ranks = range(len(processes))
 
     def said(self, rank: int, seconds: float = LONG) -> Any:
-        """What the rank says next; that it says nothing, or that it has ended, is a :class:`Said` too."""
+        """Return the next message of a rank, or a :class:`Said` of its silence or its end."""
         try:
             return heard(self._ends[rank], seconds)
         except AssertionError:
@@ -126,7 +125,7 @@ class Crew:
         return [self.said(rank, max(0.1, until - time.monotonic())) for rank in ranks]
 
     def send(self, rank: int, number: signal.Signals) -> float:
-        """Send a signal to a rank; when that was."""
+        """Send a signal to a rank, and return the time."""
         moment = time.monotonic()
         os.kill(self.processes[rank].pid, number)
         return moment
@@ -136,8 +135,11 @@ class Crew:
 def crew(
     place: str, world_size: int, on_rank: Callable[..., Any], *arguments: Any, timeout: float = LONG
 ) -> Iterator[Crew]:
-    """Processes that call ``on_rank(join, end, *arguments)``: ``join()`` joins the group and returns the
-    module of the collectives; what is sent through ``end`` is for :meth:`Crew.said`."""
+    """Start processes that call ``on_rank(join, end, *arguments)``.
+
+    ``join()`` joins the group and returns the module of the collectives; messages through ``end`` go to
+    :meth:`Crew.said`.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rest = (store.port, timeout, on_rank, arguments)
     with started(_member, world_size, place, *rest) as (processes, ends):
@@ -152,7 +154,7 @@ def moments(seed: int, longest: float) -> Iterator[float]:
 
 
 def sum_is_right(api: Any, count: int = 1000) -> bool:
-    """Whether an all_reduce of the whole group, of every rank's number, comes out to the bit."""
+    """Return whether the bits of an all_reduce of every rank's number are right."""
     rank, world_size = api.get_rank(), api.get_world_size()
     whole = torch.arange(float(count)) + rank
     api.all_reduce(whole)

@@ -37,7 +37,7 @@ the end of connections between hosts."""
 
 
 def blind() -> None:
-    """The control: nobody looks whether the others are alive."""
+    """The control: no rank checks whether the others are alive."""
     HostGroup._death = lambda *_: None  # type: ignore[method-assign]
     Rendezvous.hung_up = lambda *_: []  # type: ignore[method-assign]
     Rendezvous.died = lambda *_: RuntimeError("something is wrong")  # type: ignore[assignment,method-assign]
@@ -47,7 +47,7 @@ def blind() -> None:
 
 
 def collectives(api: Any, chance: random.Random) -> None:
-    """One of those that every backend has, of 4 bytes to 4 MiB."""
+    """Call a random collective that every backend has, with 4 bytes to 4 MiB."""
     count = 1 << chance.randrange(21)
     mine = torch.ones(count)
     which = chance.randrange(3)
@@ -68,7 +68,7 @@ def messages(api: Any, chance: random.Random) -> None:
 
 
 def until_an_error(join: Any, end: Any, ops: Any, bound: float, broken: bool) -> None:
-    """Says "at work" after the first op, from then on with timeout ``bound``, and what the last raised."""
+    """Report "at work" after the first op, run ops with timeout ``bound``, and report the last error."""
     if broken:
         blind()
     api, chance = join(), random.Random(7)
@@ -85,7 +85,7 @@ def until_an_error(join: Any, end: Any, ops: Any, bound: float, broken: bool) ->
 
 
 def while_joining(join: Any, end: Any, broken: bool) -> None:
-    """Says "about to join", and what came of it, or of the ops afterwards."""
+    """Report "about to join", and then the result of the join and of ops."""
     if broken:
         blind()
     end.send("about to join")
@@ -99,7 +99,7 @@ def while_joining(join: Any, end: Any, broken: bool) -> None:
 
 
 def after(moment: float, said: dict[int, Said], names: re.Pattern[str]) -> Trial:
-    """Whether all name the right rank, and how long after ``moment`` each says so."""
+    """Return whether all ranks name the right rank, and the time of each report after ``moment``."""
     wrong = [f"rank {r}: {s.kind}: {s.text}" for r, s in said.items() if not names.search(s.text)]
     times = [(each.ended - moment) * 1e3 for each in said.values() if each.ended]
     return Trial(not wrong, times, "; ".join(wrong))
@@ -108,7 +108,7 @@ def after(moment: float, said: dict[int, Said], names: re.Pattern[str]) -> Trial
 def blamed(
     team: Crew, number: signal.Signals, delay: float, chance: random.Random, wait: float
 ) -> Trial:
-    """Send the signal to a random rank after ``delay``; all others have to name it."""
+    """Send the signal to a random rank after ``delay``; all others must name it."""
     first = team.all_said()
     if wrong := [each for each in first if isinstance(each, Said)]:
         return Trial(False, said=str(wrong[0]))
@@ -131,8 +131,10 @@ def killed(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
 
 
 def killed_while_joining(place: str, plan: Plan) -> Iterator[Trial]:
-    """A rank that dies before it has said anything can only be missed, at the timeout: also without what
-    protects, so the control kills later."""
+    """Kill a rank while it joins.
+
+    A rank that dies before its first message is noticed only at the timeout, so the control kills later.
+    """
     chance, delays = random.Random(2), moments(2, 0.3 * busy() if plan.broken else 0.03)
     for _ in range(plan.trials):
         timeout = BRIEF if plan.broken else JOINING * busy()
@@ -146,7 +148,6 @@ BUSY_LOOPS = 3
 
 @contextmanager
 def crowd() -> Iterator[None]:
-    """Busy loops beside the ranks."""
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(BUSY_LOOPS * len(os.sched_getaffinity(0)))
@@ -165,7 +166,7 @@ def killed_in_a_crowd(plan: Plan) -> Iterator[Trial]:
 
 
 def replaced(join: Any, end: Any, victim: int, broken: bool) -> None:
-    """Rank ``victim`` says when it becomes another program; the others wait, and say what they hear."""
+    """Rank ``victim`` reports that it becomes another program; the others wait, and report their errors."""
     if broken:
         blind()
     api = join()

@@ -36,7 +36,7 @@ Reading = Callable[[Path], Any]
 
 
 def messages(plan: Plan) -> Iterator[Trial]:
-    """What ranks say to each other. The control unpickles it."""
+    """Send damaged messages to the decoders of ranks. The control unpickles them."""
     chance, decoders = random.Random(4), dict(test_plain.DECODERS)
     if plan.broken:
         test_plain.DECODERS["pickle"] = pickle.loads
@@ -71,12 +71,12 @@ def calibrated(file: Path) -> Reading:
 
 
 def unguarded(path: Path) -> Any:
-    """The control: a file that is there is taken for right."""
+    """The control: every existing file counts as correct."""
     return json.loads(path.read_text())["machines"][0]
 
 
 def of_measurements(make: Callable[[Path], Reading], plan: Plan) -> Iterator[Trial]:
-    """Files that ``tune`` and ``calibrate`` write: what cannot be used is left alone, with a warning."""
+    """Damage files of ``tune`` and ``calibrate``: an unusable file is left alone, with a warning."""
     chance = random.Random(5)
     with folder() as name:
         file = Path(name, "file.json")
@@ -89,7 +89,7 @@ def of_measurements(make: Callable[[Path], Reading], plan: Plan) -> Iterator[Tri
 
 
 def of_bundles(plan: Plan) -> Iterator[Trial]:
-    """Bundles: one that is not as it was built is a BundleError. The control expects no error."""
+    """Damage bundles: each of them must raise BundleError. The control expects no error."""
     chance = random.Random(6)
     with folder() as name:
         built, path = Path(name, "built"), Path(name, "bundle")
@@ -106,7 +106,7 @@ def of_bundles(plan: Plan) -> Iterator[Trial]:
 
 
 def of_records(plan: Plan) -> Iterator[Trial]:
-    """Files of ``interlace inspect``, which also shows what it has read. The control expects no error."""
+    """Damage files of ``interlace inspect``, and show their contents. The control expects no error."""
     chance = random.Random(7)
     about = "a group", 0, (4, 5), (11, 12), ()
     terms = ("shape", (4,)), ("dtype", "torch.float32"), ("reduce op", "sum")
@@ -128,7 +128,7 @@ def inspected(path: Path) -> Any:
 
 
 def tried(read: Reading, path: Path, allowed: tuple[type[Exception], ...]) -> Trial:
-    """Whether it is read without another exception than these, and with little memory."""
+    """Return whether a read raises no exception except ``allowed``, and takes little memory."""
     tracemalloc.start()
     try:
         with warnings.catch_warnings(), Clock() as clock:

@@ -31,7 +31,7 @@ def as_before(limit: int) -> None:
 
 
 class OfFiles:
-    """No file, and so no shared memory, may be larger than 64 MiB."""
+    """No file, and therefore no shared memory, may be larger than 64 MiB."""
 
     said = r"cannot allocate \d+ bytes of shared memory"
 
@@ -79,7 +79,7 @@ class OfGroup:
 
 
 def allocating(join: Any, end: Any, limit: Callable[[], Any], times: int, broken: bool) -> None:
-    """All ranks allocate what one has no memory for; says what that came to, and whether they go on."""
+    """All ranks allocate, but one has no memory; report the error, and whether the ranks continue."""
     api = join()
     place = groups.default_group().place
     for _ in range(times):
@@ -97,7 +97,7 @@ def allocating(join: Any, end: Any, limit: Callable[[], Any], times: int, broken
 
 
 def without_memory(limit: Any, plan: Plan) -> Iterator[Trial]:
-    """The control has memory, so that nothing is wrong."""
+    """The control has memory, so that nothing fails."""
     arguments = limit, plan.trials, plan.broken
     with crew("shm", RANKS, allocating, *arguments, timeout=LONG / 4) as team:
         for _ in range(plan.trials):
@@ -105,7 +105,7 @@ def without_memory(limit: Any, plan: Plan) -> Iterator[Trial]:
 
 
 def judged(found: list[Any], text: str) -> Trial:
-    """All have to say the text of the same rank, and to go on."""
+    """All ranks must report an error that names the same rank, and continue."""
     for each in found:
         if isinstance(each, tuple) and not isinstance(each, Said) and each[0].kind == "not here":
             raise NotHere(each[0].text)
@@ -122,9 +122,10 @@ def judged(found: list[Any], text: str) -> Trial:
 
 
 def making_groups(join: Any, end: Any, times: int, broken: bool) -> None:
-    """Groups are made until one rank has no descriptors left, or, in the control, which has, 40 of them.
+    """Make groups until one rank has no descriptors left.
 
-    It has fewer at first, so that it runs out of them everywhere on the way to a new group.
+    The control makes 40 groups. At first the rank has fewer descriptors, so that it fails at each point of
+    a new group's start.
     """
     api = join()
     for spare in range(times):
@@ -150,7 +151,7 @@ def without_descriptors(plan: Plan) -> Iterator[Trial]:
 
 
 def with_full_folder(join: Any, end: Any, broken: bool) -> None:
-    """Joins and sums where nothing fits into /dev/shm, of its own; the control keeps memory there."""
+    """Join and sum with a full /dev/shm; the control keeps memory there."""
     if _libc.unshare(_NEW_MOUNTS) or _libc.mount(None, b"/", None, _PRIVATE, None):
         end.send(Said("not here", "needs root, for a /dev/shm of its own", 0, 0))
         return

@@ -88,7 +88,7 @@ CELLS = [
 
 
 def on_rank(join: Any, end: Any, cells: Sequence[Cell], broken: bool) -> None:
-    """Every cell on a group of its own; says what it came to, then whether the group goes on."""
+    """Call every cell on a new group; report the result, and whether the group continues."""
     if broken:
         Call.verify = lambda *_: None  # type: ignore[method-assign]
     whole = join()
@@ -115,9 +115,9 @@ class _Own:
 
 
 def judged(cell: Cell, said: Sequence[Said], afterwards: Sequence[Said], gloo: bool) -> Trial:
-    """Every rank has to raise a misuse that names the odd rank, and all can go on, or say why not.
+    """Every rank must raise a misuse that names the odd rank, and all must continue or report the reason.
 
-    Of gloo less is asked: that every rank raises anything, before the timeout.
+    Gloo must only raise any error on every rank before the timeout.
     """
     wrong = [
         f"rank {rank}: {each.kind or 'returns'}: {each.text}"
@@ -143,7 +143,7 @@ def _raised_at_once(said: Said) -> bool:
 
 
 def matrix(place: str, plan: Plan) -> Iterator[Trial]:
-    """The first ``plan.trials`` cells. A crew that a cell has ended is made anew."""
+    """Run the first ``plan.trials`` cells. After a cell that ends a crew, a new crew starts."""
     left = CELLS[: plan.trials]
     while left:
         several = left if place != "gloo" and not plan.broken else left[:1]
@@ -163,15 +163,15 @@ def matrix(place: str, plan: Plan) -> Iterator[Trial]:
 
 
 def receives(count: int, broken: bool) -> list[torch.Tensor]:
-    """What does not fit a message of ``count`` floats; in the control all of it does."""
+    """Return receives that do not fit a message of ``count`` floats; in the control all of them fit."""
     other = (of(count + 1), of(count - 1), torch.empty(count, dtype=torch.int32))
     return [of(count) if broken else each for each in other]
 
 
 def messages(join: Any, end: Any, times: int, broken: bool) -> None:
-    """Rank 0 sends rank 1 what that does not expect, then what it does, and is answered. Says every error.
+    """Rank 0 sends rank 1 a message that does not fit, then one that fits, and gets an answer.
 
-    A message has left its sender when it is received, so the sender hears at the end of its next.
+    The sender gets its error with its next message, because a message leaves before its receive.
     """
     api = join()
     for number in range(times):
@@ -193,7 +193,7 @@ def messages(join: Any, end: Any, times: int, broken: bool) -> None:
 
 
 def unfitting(place: str, plan: Plan) -> Iterator[Trial]:
-    """Sender and receiver raise the same misuse, once, and what comes afterwards is right."""
+    """Sender and receiver must raise the same misuse once, and later messages must be right."""
     timeout = BOUND if plan.broken else LONG
     with crew(place, 2, messages, plan.trials, plan.broken, timeout=timeout) as team:
         for _ in range(plan.trials):
@@ -212,7 +212,7 @@ def unfitting(place: str, plan: Plan) -> Iterator[Trial]:
 def computing(
     join: Any, end: Any, mode: str, dtype: torch.dtype, threads: int, broken: bool
 ) -> None:
-    """Sums where the floating-point mode of rank 1 is ``mode``; the control does not see that it is."""
+    """Sum while rank 1 has the floating-point mode ``mode``; the control does not notice the mode."""
     join()
     if broken:
         reductions.is_usual = lambda: True
@@ -220,7 +220,7 @@ def computing(
 
 
 def other_modes(plan: Plan) -> Iterator[Trial]:
-    """Sums of all ranks have equal bits, those of the usual mode."""
+    """All ranks must have equal bits of sums, as in the usual mode."""
     cases = itertools.cycle(itertools.product(test_modes.FLOATS, (1, 2), test_modes.MODES))
     for dtype, threads, mode in itertools.islice(cases, plan.trials):
         with crew("shm", 2, computing, mode, dtype, threads, plan.broken) as team:

@@ -34,7 +34,7 @@ BOUND = 2.0
 
 
 def ended(found: Sequence[Any]) -> list[Said]:
-    """What ranks said that have ended, or say nothing."""
+    """Return the messages of ranks that have ended, or of silent ranks."""
     return [each for each in found if isinstance(each, Said)]
 
 
@@ -42,9 +42,9 @@ def ended(found: Sequence[Any]) -> list[Said]:
 
 
 def with_early_message(join: Any, end: Any, broken: bool) -> None:
-    """A message comes before it is asked for, to a rank that has no memory to keep it.
+    """Send a message before its receive to a rank without memory for it.
 
-    Says the errors of this rank, and whether a receive has returned without its data.
+    Report this rank's errors, and whether a receive returned without its data.
     """
     api, missing = join(), False
     rank = api.get_rank()
@@ -72,8 +72,10 @@ def with_early_message(join: Any, end: Any, broken: bool) -> None:
 
 
 def without_memory(plan: Plan) -> Iterator[Trial]:
-    """All ranks hear who had none; or the message waits where it is, and everything comes. The control has
-    memory, so nobody hears anything."""
+    """All ranks must name the rank without memory, or the message waits at its sender and arrives.
+
+    The control has memory, so that no error comes.
+    """
     for _ in range(plan.trials):
         with crew("shm", RANKS, with_early_message, plan.broken, timeout=LONG / 4) as team:
             found = team.all_said(seconds=LONG / 2)
@@ -92,13 +94,12 @@ def without_memory(plan: Plan) -> Iterator[Trial]:
 
 
 class Alarm(BaseException):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float, broken: bool) -> None:
-    """Rank 0 waits for messages, or one that never comes, while signals raise; it waits again each time.
-
-    Says what came of it, whether the data is right, and what an op of all comes to then.
+    """Rank 0 waits for messages, or for one that never comes, while signals raise; it waits again each
+    time. Report the results, whether the data is right, and the result of a later op of all ranks.
     """
     api, chance, sizes, right = join(), random.Random(seed), random.Random(seed), True
     armed = False  # a signal may come while its timer is being stopped
@@ -140,15 +141,17 @@ def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float, broke
         said = tried(messages)
     elif comes:
         said = tried(sends)
-    else:  # a rank that waits for rank 0 meanwhile would be a deadlock, of which all hear at once
+    else:  # a wait for rank 0 would be a deadlock error at once
         said = tried(partial(time.sleep, 2.5 * bound))
     end.send((said, right, tried(partial(sum_is_right, api))))
 
 
 def signalled(comes: bool, plan: Plan) -> Iterator[Trial]:
-    """A message arrives by one of the waits, or the rank ends the group, of which all hear. One that never
-    comes is missed once the bound of the op has passed. In the control other data comes, or its bound is
-    four times as long."""
+    """A message arrives in one of the waits, or the rank ends the group on all ranks.
+
+    A message that never comes is an error after the bound of the op. In the control other data comes, or
+    the bound is four times as long.
+    """
     for seed in range(plan.trials):
         bound = BOUND * busy()
         given = 4 * bound if plan.broken and not comes else bound
@@ -173,8 +176,10 @@ def signalled(comes: bool, plan: Plan) -> Iterator[Trial]:
 
 
 def closing(join: Any, end: Any, times: int, broken: bool) -> None:
-    """A group is closed while an op of it is under way; says what its wait comes to. In the control one
-    rank closes it without having called the op."""
+    """Close a group while an op runs, and report the result of its wait.
+
+    In the control one rank closes it without a call of the op.
+    """
     api, chance = join(), random.Random(1)
     rank = api.get_rank()
     for number in range(times):
@@ -205,7 +210,7 @@ def closed(place: str, plan: Plan) -> Iterator[Trial]:
 
 
 def dropping(join: Any, end: Any, times: int, pending: str, broken: bool) -> None:
-    """Groups are dropped with an op pending on rank 0; in the control a descriptor is left each time."""
+    """Drop groups with an op pending on rank 0; in the control a descriptor is left each time."""
     join()
     if broken:
         made = interlace.new_group
@@ -249,7 +254,7 @@ def on_rank(rank, path):
 
     works.append(interlace.irecv(torch.ones(4), 1 - rank))
     if rank == 1:
-        store.wait(["follows"])  # of a finished op, it would be called at once and in this thread
+        store.wait(["follows"])  # after the op it would be called at once and in this thread
         interlace.all_reduce(torch.ones(4))
     else:
         work = interlace.all_reduce(torch.ones(4), async_op=True)
@@ -277,8 +282,10 @@ for number in range(times):
 
 
 def exiting(plan: Plan) -> Iterator[Trial]:
-    """Processes end with ops pending, and what follows on one at work in torch: none aborts. The control
-    does not wait for threads."""
+    """End processes with ops pending, and with a callback at work in torch: none may abort.
+
+    The control does not wait for threads.
+    """
     with folder() as name:
         command = [sys.executable, "-c", EXITS, name, str(plan.trials), str(plan.broken)]
         done = subprocess.run(

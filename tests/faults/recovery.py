@@ -1,4 +1,4 @@
-"""After a death: the ranks that are left go on in a group of their own, to the last, and leave nothing."""
+"""After a death the survivors continue in a new group, down to the last rank, and leave nothing behind."""
 
 import os
 import random
@@ -18,7 +18,7 @@ KIB = 1024
 
 
 def without_shrinking(rank: int, world_size: int, name: str, said: Any, hosts: int) -> None:
-    """The control: what ranks do once one has died is to call the next op."""
+    """The control: after a death, ranks call the next op."""
     interlace.shrink = lambda *_: None  # type: ignore[assignment]
     shrinking.going_on(rank, world_size, name, said, hosts, timeout=5.0)
 
@@ -26,8 +26,11 @@ def without_shrinking(rank: int, world_size: int, name: str, said: Any, hosts: i
 def killed_one_by_one(
     world_size: int, hosts: int, seed: int, name: str, broken: bool
 ) -> Iterator[Trial]:
-    """One or two random ranks are killed, until one is left: the rest has to know who is left, and to
-    compute right sums (``going_on``). The time is that until all have said so."""
+    """Kill one or two random ranks at a time until one is left.
+
+    The others must name the survivors and compute right sums (``going_on``). The time ends with the last
+    report.
+    """
     chance, moment = random.Random(seed), 0.0
     on_rank = without_shrinking if broken else shrinking.going_on
     with started(on_rank, world_size, name, hosts) as (processes, ends):
@@ -36,7 +39,7 @@ def killed_one_by_one(
             try:
                 for rank in alive:
                     while heard(ends[rank], wait) != alive:
-                        pass  # of fewer deaths, if these came in turn
+                        pass  # a report of fewer deaths, if these came in turn
             except (AssertionError, EOFError) as error:
                 yield Trial(False, said=f"rank {rank} of {alive}: {type(error).__name__} {error}")
                 return
@@ -52,7 +55,6 @@ def killed_one_by_one(
 
 
 def going_on(sizes: Sequence[int], hosts: int, plan: Plan) -> Iterator[Trial]:
-    """With so many ranks in turn, over so many hosts."""
     done, seed = 0, 0
     while done < plan.trials:
         with folder() as name:
@@ -64,7 +66,7 @@ def going_on(sizes: Sequence[int], hosts: int, plan: Plan) -> Iterator[Trial]:
 
 
 def again_and_again(join: Any, end: Any, times: int, broken: bool) -> None:
-    """Shrinks; says descriptors, threads and mappings before and after, and how many KiB it has grown."""
+    """Shrink often; report descriptors, threads and mappings before and after, and the growth in KiB."""
     join()
     if broken:  # a descriptor is left each time
         shrunk = interlace.shrink
@@ -82,7 +84,7 @@ def _resident() -> int:
 
 
 def leaving_nothing(place: str, plan: Plan) -> Iterator[Trial]:
-    """Groups one after the other; 1 KiB more for each of them is too much."""
+    """Shrink groups one after the other; 1 KiB more for each is too much."""
     times = plan.trials
     with crew(place, 4, again_and_again, times, plan.broken) as team:
         found = team.all_said(seconds=10 * LONG)

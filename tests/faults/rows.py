@@ -14,7 +14,7 @@ MOST_OF_CONTROL = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """One provoked fault: whether all that is promised came of it, and the times to that, in ms."""
+    """One provoked fault: whether all promises held, and their times in ms."""
 
     right: bool
     ms: Sequence[float] = ()
@@ -28,8 +28,11 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a row provokes its fault. With ``broken`` it does without what protects against it, or
-    expects something else: at least one trial has to be wrong."""
+    """How often a row provokes its fault.
+
+    With ``broken`` the row runs without the protection, or expects another result: at least one trial has
+    to fail.
+    """
 
     trials: int
     seconds: float = 0.0
@@ -40,8 +43,8 @@ class Plan:
 class Row:
     """A line of the table; ``trials`` in the long run, ``few`` in the short one and in the control.
 
-    A soak has instead a ``share`` of the minutes that are asked for, or ``few_seconds``. What is ``beside``
-    is no promise of interlace: it is another backend's, to compare with.
+    A soak has a ``share`` of the minutes instead, or ``few_seconds``. A row ``beside`` is another
+    backend's, for comparison.
     """
 
     fault: str
@@ -56,7 +59,7 @@ class Row:
 
 @dataclass
 class Result:
-    """What came of a row, and of its control."""
+    """The trials of a row, and of its control."""
 
     row: Row
     trials: list[Trial] = field(default_factory=list)
@@ -70,7 +73,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """What was not tried holds nothing, and is no failure; a control that passes is one."""
+        """A row without trials is not a failure; a control that passes is a failure."""
         if self.missing or self.row.beside:
             return True
         return bool(self.trials) and not self.wrong and bool(self.control)
@@ -88,7 +91,7 @@ class Result:
 
 
 def quantile(ordered: Sequence[float], share: float) -> str:
-    """The smallest of these that at least ``share`` of them do not exceed."""
+    """Return the smallest number that at least ``share`` of them do not exceed."""
     if not ordered:
         return "-"
     found = ordered[max(0, math.ceil(share * len(ordered)) - 1)]
@@ -110,7 +113,7 @@ def ran(row: Row, *, short: bool, minutes: float) -> Result:
 
 
 def _trials(row: Row, plan: Plan) -> Iterator[Trial]:
-    """The row's trials; the exception by which it ended early, if it did, is one that failed."""
+    """Return the row's trials; an exception that ends the row early counts as a failed trial."""
     try:
         yield from row.measure(plan)
     except NotHere:

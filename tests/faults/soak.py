@@ -19,7 +19,7 @@ AT_ONCE = 50
 
 
 class Op(NamedTuple):
-    """What an op fills, what it has to be then, and what starts it and returns what to wait for."""
+    """The outputs of an op, their right values, and the function that starts the op."""
 
     out: torch.Tensor
     expected: torch.Tensor
@@ -27,7 +27,7 @@ class Op(NamedTuple):
 
 
 def op_of(api: Any, chance: random.Random, number: int) -> Op:
-    """A random op on numbers that no other has, none of which is ever rounded."""
+    """Return a random op on numbers of no other op, which are never rounded."""
     rank, dtype, part = api.get_rank(), chance.choice(DTYPES), 1 << chance.randrange(15)
     inputs = [payload(each, number, (RANKS * part,), dtype) for each in range(RANKS)]
     mine, own = inputs[rank].clone(), slice(rank * part, (rank + 1) * part)
@@ -55,9 +55,8 @@ def op_of(api: Any, chance: random.Random, number: int) -> Op:
 
 
 def rounds(join: Any, end: Any, seconds: float, broken: bool) -> None:
-    """Ops until the time is over, which rank 0 says; says ms of each, every so often, and the end.
-
-    In the control rank 2 finds a bit changed in its tenth result.
+    """Run ops until rank 0 reports the end of the time; report the ms of each op, now and then, and the
+    end. In the control rank 2 finds a bit changed in its tenth result.
     """
     api, chance, number, ms = join(), random.Random(8), 0, []
     until, go_on = time.monotonic() + seconds, torch.ones(1)

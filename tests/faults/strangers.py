@@ -1,7 +1,7 @@
-"""Processes that are no ranks.
+"""Processes that are not ranks.
 
-Strangers send something to the sockets of a job while it begins and while it runs. Children that a rank
-forks are told that the group is not theirs, and the parent goes on.
+Strangers send data to the sockets of a job while it begins and while it runs. Children that a rank forks
+get an error if they use the group, and their parent continues.
 """
 
 import contextlib
@@ -41,9 +41,8 @@ PREFIX, THERE = "interlace/faults/0/nonce", "strangers are there"
 
 
 def stranger(rank: int, count: int, _: str, end: Any, port: int, user: int, as_rank: bool) -> None:
-    """Becomes ``user``, learns all addresses from the store, and connects to them; says how often.
-
-    Then it says to rank 0 what the late rank would, too, if ``as_rank``.
+    """Become ``user``, read all addresses from the store, connect to them, and report the number of
+    connections. With ``as_rank`` the stranger also sends rank 0 the data of the late rank.
     """
     try:
         os.setuid(user)
@@ -67,14 +66,14 @@ def stranger(rank: int, count: int, _: str, end: Any, port: int, user: int, as_r
             connection.connect(address)
             held.append(connection)
             if text is not None:
-                with contextlib.suppress(OSError):  # it was let go before
+                with contextlib.suppress(OSError):  # it may be closed already
                     connection.send(text)
     end.send(len(held))
     time.sleep(LONG)
 
 
 def joining(join: Any, end: Any, port: int, believing: bool) -> None:
-    """Joins, the late rank once the strangers are there, and says whether the sum is right."""
+    """Join; the late rank joins after the strangers. Report whether the sum is right."""
     if believing:
         rendezvous._uid = lambda _: os.geteuid()
     store, connect = TCPStore("127.0.0.1", port, is_master=False), meetings.connect
@@ -89,8 +88,11 @@ def joining(join: Any, end: Any, port: int, believing: bool) -> None:
 
 
 def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
-    """Another user knows all that the late rank knows; the control takes it for this user. One of this
-    user, who may do all that ranks may, says only garbage, and in the control what the late rank says."""
+    """Another user has all data of the late rank; the control takes it for this user.
+
+    A stranger of this user, who may do everything, sends only garbage, and in the control the data of the
+    late rank.
+    """
     for _ in range(plan.trials):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         timeout = BRIEF if plan.broken else LONG
@@ -112,7 +114,7 @@ def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
 
 
 def listening(pid: int) -> list[tuple[int, str, int]]:
-    """The ports on which a process takes connections of TCP: family and address of each."""
+    """Return the TCP ports of a process: family and address of each."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -130,9 +132,9 @@ def listening(pid: int) -> list[tuple[int, str, int]]:
 
 
 def at_work(join: Any, end: Any, port: int, broken: bool) -> None:
-    """Sums until it hears that the strangers have been there, and 200 times more; says how it went.
+    """Sum until the strangers have finished, then 200 times more; report the result.
 
-    In the control rank 1 itself sends garbage to rank 2, through their connection.
+    In the control rank 1 itself sends garbage to rank 2 through their connection.
     """
     api = join()
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -157,7 +159,7 @@ def at_work(join: Any, end: Any, port: int, broken: bool) -> None:
 
 
 def said_to_ports(team: Crew, chance: random.Random) -> int:
-    """Garbage to all ports of all ranks; how many connections that took."""
+    """Send garbage to all ports of all ranks, and return the number of connections."""
     count = 0
     for process in team.processes:
         for family, host, port in listening(process.pid):
@@ -192,7 +194,7 @@ def while_working(plan: Plan) -> Iterator[Trial]:
 
 
 def in_a_child(call: Any, seconds: float) -> str:
-    """What ``call`` raises in a forked child, and after how many ms; empty if it takes longer than that."""
+    """Return the error of ``call`` in a forked child, and its time in ms; empty if it takes longer."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
@@ -215,7 +217,7 @@ def in_a_child(call: Any, seconds: float) -> str:
 
 
 def in_children(join: Any, end: Any, times: int, broken: bool) -> None:
-    """Says what a child was told, and whether the ranks go on, ``times`` times."""
+    """Report the error of a child, and whether the ranks continue, ``times`` times."""
     if broken:
         HostGroup.disown = lambda *_: None  # type: ignore[method-assign]
     api = join()

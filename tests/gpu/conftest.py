@@ -1,7 +1,7 @@
-"""Each test on a GPU in a process of its own: one that hangs in the driver is killed, and the next begins.
+"""Each test on a GPU runs in its own process: a process that hangs in the driver is killed.
 
-Nobody can interrupt a call into CUDA that does not come back, and after a fault the context of a process is
-lost. So the process that collects the tests never uses CUDA, and forks one for every test.
+No signal can interrupt a hanging call into CUDA, and after a fault the context of a process is lost. So the
+process that collects the tests never uses CUDA, and forks one process for every test.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def reports_of(item: pytest.Item, limit: float) -> Sequence[pytest.TestReport]:
-    """What pytest reports of ``item``, which runs in a process of its own for ``limit`` seconds at most."""
+    """Return pytest's reports of ``item``, which runs in a new process for at most ``limit`` seconds."""
     hook, begin = item.config.hook, time.monotonic()
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
-        os.setsid()  # what it starts ends with it, and it with pytest
+        os.setsid()  # its children end with it, and it ends with pytest
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(receiving)
         reports = runtestprotocol(item, nextitem=None, log=False)

@@ -76,7 +76,7 @@ def test_cupy_arrays() -> None:
 def test_warps_with_roles_give_what_the_reference_gives(
     transposed: bool, tile: dict[str, int]
 ) -> None:
-    """Rows that no tile divides, more tiles than programs, calls that follow each other."""
+    """No tile divides the rows, and there are more tiles than programs."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("its kernel is for 9.x")
     wanted, found = (

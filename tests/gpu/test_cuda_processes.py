@@ -22,7 +22,7 @@ from interlace.runtime.places.pool import ProcessPool
 def test_operations(torch_memory: bool, words: bool, world_size: int) -> None:
     if not torch_memory:
         pytest.importorskip("cupy")
-    names = list(ranks.OPS)  # of which some want equal parts
+    names = list(ranks.OPS)  # some of them need equal parts
     names = (
         names if ranks.ROWS % world_size == 0 else ["fused_gather", "pipelined_gather", "broadcast"]
     )
@@ -108,7 +108,7 @@ def test_the_backend_of_torch_serves_both_devices(tmp_path) -> None:  # type: ig
 
 
 def test_one_hardware_queue_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Megatron sets it; in new processes, which read it when they start."""
+    """Megatron sets this variable; a process reads it only when it starts."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     setup = functools.partial(launcher._install_on_gpu, {}, 60.0)
     names = ["fused_gather", "pipelined_gather", "asynchronous_gather", "all_reduce_by_copies"]

@@ -1,4 +1,4 @@
-"""Mutants of algorithms that have rules of their own: grouped matmuls, words with flags, the switch."""
+"""Mutants of algorithms with special rules: grouped matmuls, words with flags, the switch."""
 
 from mutants.mutations import Case, mutant_of
 

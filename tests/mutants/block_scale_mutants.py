@@ -17,7 +17,7 @@ _PUBLISH = (
 
 
 def _copies(between: str, to: str) -> str:
-    """Of packed rows in mxfp8 first the values, then the scales, which go to ``to``."""
+    """Return the two copies of packed rows in mxfp8: the values, and the scales, which go to ``to``."""
     return f"""\
                 values = columns // 132 * 128
                 copy_rows(to_ptr, columns, from_ptr, input.stride, rows, values,

@@ -13,11 +13,11 @@ from interlace_verify.race_check.happens_before import Detector
 
 
 class FoundError(Exception):
-    """Ends the run in which it is raised."""
+    """An exception that ends the run at the first finding."""
 
 
 class Stopping(Detector):
-    """Looks for the same as any detector."""
+    """A detector that stops at its first finding."""
 
     def _report(self, *what: Any) -> None:
         super()._report(*what)
@@ -26,7 +26,7 @@ class Stopping(Detector):
 
 
 def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) -> str:
-    """The first race of ``fn`` in these schedules, or the error that ended one; "" if there is none."""
+    """Return the first race of ``fn`` in these schedules, or the error of one; "" if there is none."""
     on_rank = launcher.rank_function(fn, (), {})
     for seed in seeds:
         detector = Stopping(seed)

@@ -26,7 +26,7 @@ BATCH = 4  # schedules, before it is looked whether one has failed
 
 
 def caught(case: Case, check: str, folder: pathlib.Path, *, effort: int = 1) -> list[str]:
-    """What ``check`` finds in the mutant: texts, none if it finds nothing. "first race" stops at one."""
+    """Return the findings of ``check`` in the mutant; "first race" stops at one."""
     if check == "lint":
         return _lint(case, folder) if case.mutant.of_kernels else _lint_launched(case, folder)
     if not case.mutant.of_kernels:
@@ -59,7 +59,7 @@ def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> lis
 
 
 def _lint(case: Case, folder: pathlib.Path) -> list[str]:
-    """Problems of ``case.kernel``, or of the kernels of the op, as the catalogue has them first."""
+    """Return the problems of ``case.kernel``, or of the first catalogue entries of the op."""
     case.mutant.write(folder)
     op = case.target.partition(" ")[0]
     kernels = (case.kernel,) if case.kernel else TARGETS[op].kernels
@@ -76,9 +76,9 @@ def _lint(case: Case, folder: pathlib.Path) -> list[str]:
 
 
 def _lint_launched(case: Case, folder: pathlib.Path) -> list[str]:
-    """What is wrong with the kernels that a function launches and was not before the mutation.
+    """Return the problems of a function's kernels that the mutation has added.
 
-    A rule that a function broke as often before is nothing that the mutation has done.
+    A rule that was broken as often before the mutation does not count.
     """
     original = replace(case.mutant, name=f"{case.mutant.name} undone", edits=())
     known = Counter(map(_broken, _faults(original, case.target, folder)))
@@ -91,7 +91,6 @@ def _lint_launched(case: Case, folder: pathlib.Path) -> list[str]:
 
 
 def _broken(fault: Fault) -> tuple[str, str]:
-    """The rule, and the functions in which it is broken."""
     return fault.rule, re.sub(r"\S+:\d+", "", fault.where)
 
 

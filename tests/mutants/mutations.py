@@ -1,9 +1,9 @@
 """Faults on demand: kernels with their source rewritten, in place of the real ones.
 
-A mutant is a list of replacements in one file. A mutant of ``kernels/`` comes with all files of that
-folder in a package of its own, so that kernels call the mutated device functions, and the kernels that
-the algorithms launch are replaced for the time of a ``with`` block. The same files are what lint
-compiles. A mutant of another file, one with a function that runs the kernel, is a module by itself.
+A mutant is a list of replacements in one file. A mutant of ``kernels/`` is a package with all files of that
+folder, so that kernels call the mutated device functions. The kernels that the algorithms launch are
+replaced during a ``with`` block. Lint compiles the same files. A mutant of another file, one with a
+function that runs the kernel, is a single module.
 """
 
 import importlib
@@ -30,7 +30,7 @@ sys.modules[__name__] = nvshmem
 
 @dataclass(frozen=True)
 class Edit:
-    """Put ``new`` in the place of ``old``, which is there."""
+    """A replacement of the text ``old``, which must exist, by ``new``."""
 
     old: str
     new: str
@@ -46,7 +46,7 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """A module's name; another one for other edits, so that no mutant is taken for another."""
+        """A module's name; other edits have another name."""
         what = zlib.crc32(repr((self.file, self.edits)).encode())
         return "mutant_" + "".join(c if c.isalnum() else "_" for c in self.name) + f"_{what:08x}"
 
@@ -62,7 +62,7 @@ class Mutant:
         return text
 
     def write(self, folder: pathlib.Path) -> None:
-        """The mutated source, into a package of ``folder``, or into a file of it."""
+        """Write the mutated source into a package or a file in ``folder``."""
         assert (ROOT / self.file).is_file(), self.file
         if not self.of_kernels:
             (folder / f"{self.package}.py").write_text(self.source())
@@ -105,7 +105,7 @@ def importable(folder: pathlib.Path) -> Iterator[None]:
 
 @contextmanager
 def mutated(mutant: Mutant, folder: pathlib.Path) -> Iterator[None]:
-    """Every kernel of interlace comes from the mutated files."""
+    """Take every kernel of interlace from the mutated files."""
     mutant.write(folder)
     with ExitStack() as stack:
         stack.enter_context(importable(folder))
@@ -121,7 +121,7 @@ def mutated(mutant: Mutant, folder: pathlib.Path) -> Iterator[None]:
 
 
 def mutated_function(mutant: Mutant, function: str, folder: pathlib.Path) -> Callable[[], Any]:
-    """``function`` of a mutant that is one file."""
+    """Return ``function`` of a mutant of one file."""
     mutant.write(folder)
     with importable(folder):
         importlib.invalidate_caches()

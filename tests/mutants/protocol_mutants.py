@@ -1,10 +1,9 @@
 """The mutants that ``interlace.verify`` must catch: one fault each, in our own protocols.
 
-The table in docs/explanation/checks.md shows all checks that catch them (``python tests/mutant_table.py`` makes it).
-Here are those of publish and wait, of kernels that use it plainly, and of kernels of users; those of the
-other algorithms are in ``algorithm_mutants.py``, those of experts in ``expert_mutants.py``, those of
-attention in ``attention_mutants.py``, those of norms in ``norm_mutants.py``, those of scales in
-``block_scale_mutants.py``.
+The table in docs/explanation/checks.md shows all checks that catch them (``python tests/mutant_table.py``
+makes it). Here are mutants of publish and wait, of kernels that use them directly, and of kernels of users.
+Mutants of other algorithms, of experts, attention, norms and scales are in ``algorithm_mutants.py``,
+``expert_mutants.py``, ``attention_mutants.py``, ``norm_mutants.py`` and ``block_scale_mutants.py``.
 """
 
 from mutants import (
@@ -126,7 +125,7 @@ CASES = [
         mutant_of(
             "kernels/products.py",
             "descriptor beyond a chunk that ends within a tile",
-            # of the first rank's only, as its rows are not the last
+            # only for the first rank's chunk, as its rows are not the last
             ("rows % TILES.BLOCK_M == 0", "(rows % TILES.BLOCK_M == 0) | (first_row == 16)"),
         ),
         "races",
@@ -136,7 +135,7 @@ CASES = [
         mutant_of(
             "kernels/epilogue.py",
             "descriptor stores beyond a chunk that ends within a tile",
-            # of the first rank's only, as its rows are not the last
+            # only for the first rank's chunk, as its rows are not the last
             ("rows % TILES.BLOCK_M == 0", "(rows % TILES.BLOCK_M == 0) | (first_row == 16)"),
         ),
         "races",

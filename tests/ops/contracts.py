@@ -43,11 +43,11 @@ def evenly(size: int, rows: int = 2) -> tuple[int, ...]:
 
 
 def last_has_none(size: int) -> tuple[int, ...]:
-    """As ``torch.chunk`` cuts a whole that has a row less than there are ranks."""
+    """``torch.chunk`` cuts a whole like this if it has a row less than there are ranks."""
     return (*evenly(size - 1, 1), 0)
 
 
-# -- right results of ops that round in an order of their own ---------------------------------------
+# -- right results of ops that round in another order -----------------------------------------------
 
 
 def products_backward(given: Sequence[Any], size: int) -> Right:
@@ -104,7 +104,7 @@ def attended_backward(given: Sequence[Any], size: int) -> Right:
 
 
 def decoded(given: Sequence[Any], size: int) -> Right:
-    """The query stands in for as many as there are keys, of whose sums the bounds are."""
+    """The query stands for as many queries as there are keys; the bounds are for their sums."""
     key, value = _whole(given, "key"), _whole(given, "value")
     count = key.shape[2]
     if not count:
@@ -137,19 +137,19 @@ REFERENCES: dict[str, Callable[[Sequence[Any], int], Right]] = {
 }
 
 
-# -- arguments that are none -----------------------------------------------------------------------
+# -- wrong arguments -------------------------------------------------------------------------------
 
 
 CHECKED_BEFORE = (
-    *("kind", "quantize", "eps"),  # of a norm object
-    *("num_experts", "capacity", "max_tokens", "packed"),  # of a handle, which a dispatch has given
+    *("kind", "quantize", "eps"),  # they belong to a norm object
+    *("num_experts", "capacity", "max_tokens", "packed"),  # to a handle
     "home_splits",  # for a backward; an eager call has none
 )
 """Arguments that the public functions make themselves."""
 
 
 def wrong_of(op: Op, name: str) -> Any:
-    """What the argument may not be; None of one that has no wrong value."""
+    """Return a wrong value for the argument; None if every value is right."""
     kind = op.kinds[name]
     if name in CHECKED_BEFORE:
         return None
@@ -168,7 +168,7 @@ def wrong_of(op: Op, name: str) -> Any:
 
 
 class Reason(NamedTuple):
-    """Why no op for which ``holds`` says so has a cell of ``contract``."""
+    """The reason why ops with ``holds(op)`` have no cell of ``contract``."""
 
     contract: str
     holds: Callable[[Op], bool]
@@ -227,33 +227,33 @@ def reason(op: Op, contract: str) -> str:
 
 
 def gaps(ops: Mapping[str, Op]) -> list[str]:
-    """What some op lacks: an example of an argument."""
+    """Return the arguments without an example, by op."""
     return [
         f"{name}: no example of {each}" for name, op in ops.items() for each in op.without_example()
     ]
 
 
 def takes(op: Op, dtype: torch.dtype) -> bool:
-    """Whether the op has results for such inputs; else all ranks raise."""
+    """Return whether the op has results for such inputs; otherwise all ranks raise."""
     if is_plain(op):
         return "reduce_op" not in op.kinds or defined("sum", dtype)
     return dtype in FLOATS or (op.name == "dispatch" and dtype is FP8)
 
 
 def right_results(op: Op, given: Sequence[Mapping[str, Any]], size: int) -> Right:
-    """What all ranks must get for the arguments of all."""
+    """Return the right results of all ranks for their arguments."""
     find = REFERENCES.get(op.name) or op.reference
     return find([op.record(list(each.values())) for each in given], size)
 
 
 def may_expand(op: Op, name: str) -> bool:
-    """Whether rows of an argument may all be its first one, and the other arguments still fit to it."""
+    """Return whether all rows of an argument may be its first row, and still fit the other arguments."""
     fixed = ("query", "key", "value", "output", "lse") if "lse" in op.kinds else ()
     packed = ("weight", "weights") if "format" in op.kinds else ()  # along k there are bytes
     return name not in ("topk_idx", "segments", *fixed, *packed)
 
 
 def is_shared(op: Op, name: str) -> bool:
-    """Whether an argument is one and the same on all ranks, because all have the whole result."""
+    """Return whether all ranks have the same argument because all have the whole result."""
     whole = "reduce_op" in op.kinds and "scatter_dim" not in op.kinds
     return whole and name in ("bias", "residual", "norm_weight", "norm_bias")

@@ -15,27 +15,28 @@ from interlace.groups.specs import describe
 from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, OPERAND_FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
+from ranks import ranks
 from tiers import few
 
-ROWS = (5, 2, 0, 3, 1)  # of each rank's shard
+ROWS = (5, 2, 0, 3, 1)  # in each rank's shard
 INNER, COLUMNS = 160, 18
 DIVIDED = 20  # rows that all numbers of ranks here divide
 ODD_SHAPES = ((0, 2, 2), (2, 1, 1), (34, 1, 3), (130, 3, 1))
 """k, rows and columns; k = 1 too where a number has a byte."""
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 BETWEEN_HOSTS = ALGORITHMS[2:]
-ERROR = 2.0**-20  # of sums in fp32, relative to the sum of sizes
+ERROR = 2.0**-20  # for sums in fp32, relative to the sum of sizes
 
 
 def made(name: str, rows: int, seed: int, *, weight: bool = False, inner: int = INNER) -> Scaled:
-    """``name``: of OPERAND_FORMATS."""
+    """Return numbers in ``name``, a key of OPERAND_FORMATS."""
     generator = torch.Generator().manual_seed(seed)
     format: Any = name.split(" x ")[-1 if weight else 0]
     return quantize(torch.randn(rows, inner, generator=generator), format, weight=weight)
 
 
 def product(left: Scaled, right: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, and the bound of an error."""
+    """Return the product in float64, and the bound of an error."""
     a, b = left.dequantize(torch.float64), right.dequantize(torch.float64)
     return a @ b, ERROR * (a.abs() @ b.abs())
 
@@ -87,7 +88,7 @@ def reduces(name: str) -> None:
 
 
 def odd_shapes(name: str) -> None:
-    """One row, one column, and k that is no multiple of a block; a rank without rows."""
+    """Test one row, one column, and a k that is not a multiple of a block; also a rank without rows."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     shapes = ODD_SHAPES if OPERAND_FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
     for inner, rows, columns in shapes:
@@ -104,26 +105,8 @@ def odd_shapes(name: str) -> None:
         all_algorithms(interlace.matmul_all_reduce, sums, inputs[rank], weight)
 
 
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
-@pytest.mark.parametrize("ranks", few((1, 3), 3))
-def test_odd_shapes_in_sim(name: str, ranks: int) -> None:
-    interlace.run(odd_shapes, ranks, name)
-
-
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
-@pytest.mark.parametrize("ranks", few((1, 2, 4), 4))
-def test_gathers_in_sim(name: str, ranks: int) -> None:
-    interlace.run(gathers, ranks, name)
-
-
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
-@pytest.mark.parametrize("ranks", few((1, 2, 4), 2))
-def test_reductions_in_sim(name: str, ranks: int) -> None:
-    interlace.run(reduces, ranks, name)
-
-
 def experts(name: str) -> None:
-    """Two of the experts for every token; ranks have other numbers of tokens, and bounds or none."""
+    """Every token has two experts; ranks have other numbers of tokens, with bounds and without."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     experts, tokens = 2 * size, (5, 3, 0, 2, 1)[rank]
     x: Any = made(name, tokens, rank)
@@ -174,23 +157,32 @@ def experts(name: str) -> None:
     assert gathered.shape == alone.shape
 
 
+OFTEN = (odd_shapes, 3), (gathers, 4), (reduces, 2)
+RARELY = (odd_shapes, 1), (gathers, 1), (gathers, 2), (reduces, 1), (reduces, 4)
+
+
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
+@pytest.mark.parametrize(("check", "world_size"), few([*OFTEN, *RARELY], *OFTEN))
+@ranks(place="sim")
+def test_in_sim(check: Any, world_size: int, name: str) -> None:
+    check(name)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ranks", few((2, 4), 2))
-def test_experts_in_sim(name: str, ranks: int) -> None:
-    interlace.run(experts, ranks, name)
+@pytest.mark.parametrize("world_size", few([2, 4], 2))
+@ranks(place="sim")
+def test_experts_in_sim(world_size: int, name: str) -> None:
+    experts(name)
 
 
-def by_pointers(name: str) -> None:
-    """Where a GPU has no descriptors, or values do not come by them."""
+@pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
+def test_by_pointers(name: str) -> None:
+    """Run as on a GPU without descriptors, or with values that cannot use them."""
     with interlace.configured(descriptors=False):
         gathers(name)
         reduces(name)
         experts(name)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_by_pointers(name: str) -> None:
-    interlace.run(by_pointers, 2, name)
 
 
 def every_op(names: tuple[str, ...]) -> None:
@@ -207,7 +199,7 @@ def test_in_processes() -> None:
 
 
 def compiled_code(name: str, **configuration: int) -> None:
-    """Also of one column, and a k of 34."""
+    """Run compiled PTX; also with one column, and a k of 34."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for inner, columns in ((INNER, COLUMNS), (34, 1)):
         shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
@@ -225,7 +217,7 @@ def compiled_code(name: str, **configuration: int) -> None:
 
 @pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
-    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma."""
+    """On sm_90 fp8 and bf16 factors use wgmma."""
     interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
 
 
@@ -235,11 +227,14 @@ def few_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
 def test_tiles_of_few_numbers_along_k_as_ptx(name: str) -> None:
-    """The PTX of sm_80; see LEAST_PACKED."""
+    """See LEAST_PACKED, which is about sm_80."""
     interlace.run(few_at_a_time, 2, name, place="ptx", arch=80, timeout=600)
 
 
-def functional_forms(name: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks(place="sim")
+def test_functional_forms(name: str, world_size: int) -> None:
     rank = interlace.get_rank()
     weight = made(name, COLUMNS, 9, weight=True).t()
     x = torch.randn(4, INNER, generator=torch.Generator().manual_seed(rank))
@@ -250,7 +245,7 @@ def functional_forms(name: str) -> None:
 
     eager = interlace.all_gather_matmul(quantize(x, name), weight)  # type: ignore[arg-type]
     assert torch.equal(gathered(x), eager)
-    if interlace.get_world_size() == 1:  # simulated ranks cannot all trace at once
+    if world_size == 1:  # simulated ranks cannot all trace at once
         assert torch.equal(torch.compile(gathered, backend="aot_eager", fullgraph=True)(x), eager)
     bias = torch.arange(COLUMNS).bfloat16()
     given: Any = made(name, 4, rank), [weight, weight]
@@ -264,12 +259,6 @@ def functional_forms(name: str) -> None:
         assert torch.equal(functional.wait(form(made(name, 4, 1), weight)), plain)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_functional_forms(name: str, ranks: int) -> None:
-    interlace.run(functional_forms, ranks, name)
-
-
 X, W = made("mxfp8", 4, 0), made("mxfp8", COLUMNS, 1).t()
 ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
 
@@ -277,7 +266,6 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
 @pytest.mark.parametrize(
     ("input", "weight", "error", "words"),
     [
-        (X, made("mxfp4", 4, 1).t(), ValueError, "input is in mxfp8, weight in mxfp4"),
         (
             X,
             torch.ones(INNER, 4),
@@ -291,14 +279,6 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
             "input must be an interlace.Scaled as the other operands are",
         ),
         (X, [], TypeError, "weight must be an interlace.Scaled or a non-empty sequence"),
-        (X, X, ValueError, r"weight must be \(k, n\), its blocks along k"),
-        (W, W, ValueError, r"input must be \[..., k\], its blocks along k"),
-        (
-            X,
-            quantize(torch.ones(4, 64), "mxfp8").t(),
-            ValueError,
-            "weight has 64 rows, input has k = 160",
-        ),
         (
             ZERO,
             made("fp8_block128", 4, 1).t(),
@@ -308,15 +288,13 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
     ],
 )
 @pytest.mark.parametrize("form", [interlace.all_gather_matmul, functional.matmul_all_reduce])
+@ranks(2, place="sim")
 def test_wrong_operands_are_refused_on_all_ranks(
     form: Any, input: Any, weight: Any, error: type[Exception], words: str
 ) -> None:
-    def call() -> None:
-        other = interlace.get_rank() == 1
-        with pytest.raises(error, match=words):
-            form(*((X, W) if other and error is ValueError else (input, weight)))
-
-    interlace.run(call, 2)
+    other = interlace.get_rank() == 1
+    with pytest.raises(error, match=words):
+        form(*((X, W) if other and error is ValueError else (input, weight)))
 
 
 def gathers_of_torch(x: Any) -> Any:
@@ -338,22 +316,20 @@ def dispatches(x: Any) -> Any:
         dispatches,
     ],
 )
+@ranks(2, place="sim")
 def test_ranks_compare_k_and_format(form: Any) -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        for shapes, names, words in (
-            (
-                (160, 170),
-                ("mxfp8", "mxfp8"),
-                "k differs between ranks: 160 on rank 0, 170 on rank 1",
-            ),
-            ((160, 160), ("mxfp8", "mxfp8_e5m2"), "format differs between ranks: mxfp8 on rank 0"),
-        ):
-            x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match=words):
-                form(x)
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    for shapes, names, words in (
+        (
+            (160, 170),
+            ("mxfp8", "mxfp8"),
+            "k differs between ranks: 160 on rank 0, 170 on rank 1",
+        ),
+        ((160, 160), ("mxfp8", "mxfp8_e5m2"), "format differs between ranks: mxfp8 on rank 0"),
+    ):
+        x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            form(x)
 
 
 def gather_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
@@ -382,14 +358,14 @@ OF_TENSORS = (gather_in_graph, reduction_in_graph, gather_of_torch, reduction_of
 
 
 def filled_with(scales: torch.Tensor, number: float) -> torch.Tensor:
-    """The scales, of which the last of the first row is ``number``."""
+    """Return the scales with ``number`` at the end of the first row."""
     wide = scales.float().clone()
     wide[0, -1] = number
     return wide.to(scales.dtype)
 
 
 def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Values and scales, the weight's too, with what an error says of them."""
+    """Return wrong values and scales, also of the weight, with parts of their errors."""
     left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
     kind, (values, scales), weight = left.kind, (left.values, left.scales), right.values.t()
     of_weight, blocks = right.scales.t(), scales.shape[1]
@@ -427,7 +403,7 @@ def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
 
 
 def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
-    """The same as Scaled."""
+    """Return the same as Scaled."""
     left, weight = made(name, DIVIDED, 0), made(name, COLUMNS, 1).t()
     other = "mxfp4" if name.startswith("mxfp8") else "mxfp8"
     bad = rf"input: scales of {name} must be finite and greater than 0, got nan"
@@ -454,7 +430,7 @@ def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
 
 
 def refusals(name: str) -> None:
-    """Of what is wrong on all ranks, or on the last alone; then all go on."""
+    """Wrong arguments on all ranks, or on the last alone, raise on all; then all ranks continue."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
     fine = left.values, left.scales, right.values.t(), right.scales.t()
@@ -482,7 +458,7 @@ def test_wrong_scales_are_refused_on_all_ranks(name: str) -> None:
 
 
 def tensors_only(x: Any) -> dict[str, Any]:
-    """Calls of ops that take no Scaled."""
+    """Call ops that take no Scaled."""
     plain, norm, chosen = torch.ones(4, INNER), interlace.RMSNorm(), torch.zeros(4, 1).long()
     heads = torch.ones(1, 2, 8)
     out = torch.empty(4 * interlace.get_world_size(), INNER)
@@ -505,29 +481,23 @@ def tensors_only(x: Any) -> dict[str, Any]:
     }
 
 
+@ranks(2, place="sim")
 def test_what_takes_no_scaled_says_what_to_pass() -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        for name, op in tensors_only(made("mxfp8", 4, 0)).items():
-            words = (
-                rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
-            )
-            with pytest.raises(TypeError, match=words):
-                op()
-        alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
-        for name in alone:
-            x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
-            with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
-                tensors_only(x)[name]()
-        with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
-            interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
-        received, _ = interlace.experts.dispatch(
-            made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2
-        )
-        with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
-            interlace.experts.multiply(received, torch.ones(1, INNER, 2))
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    for name, op in tensors_only(made("mxfp8", 4, 0)).items():
+        words = rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
+        with pytest.raises(TypeError, match=words):
+            op()
+    alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
+    for name in alone:
+        x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
+        with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
+            tensors_only(x)[name]()
+    with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
+        interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
+    received, _ = interlace.experts.dispatch(made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2)
+    with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
+        interlace.experts.multiply(received, torch.ones(1, INNER, 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -550,86 +520,75 @@ def test_tensors_that_stand_for_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_what_ops_return_is_packed(name: str) -> None:
-    """Of a gather, a norm and dispatches: the next op takes its memory as it is, in graphs too."""
-
-    def call() -> None:
-        rank = interlace.get_rank()
-        x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
-        found: list[Any] = [
-            interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
-            functional.all_gather_matmul(x, weight, return_gathered=True)[0],
-            interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
-        ]  # fmt: skip
-        for each in found:
-            rows = formats.packed_rows(each)
-            assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
-            again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
-            right, bound = product(each, weight)
-            assert torch.all((again - 2 * right).abs() <= 2 * bound)
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
+    found: list[Any] = [
+        interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
+        functional.all_gather_matmul(x, weight, return_gathered=True)[0],
+        interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
+    ]  # fmt: skip
+    for each in found:
+        rows = formats.packed_rows(each)
+        assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
+        again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
+        right, bound = product(each, weight)
+        assert torch.all((again - 2 * right).abs() <= 2 * bound)
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_a_dispatch_into_places(name: str) -> None:
-    """Of low latency: rows that nothing came for are zeros, and the grouped matmul takes all."""
-
-    def call() -> None:
-        rank = interlace.get_rank()
-        x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
-        weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
-        received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
-        rows: Any = received.x
-        assert rows.shape == (1, 10, INNER)
-        rows.check_scales()
-        came = int(received.num_tokens_per_expert)
-        assert not rows.dequantize()[0, came:].any()
-        own = weights[rank]
-        weight: Any = Scaled(own.values[None], own.scales[None], name, own.whole).t()
-        handle = handle._replace(topk_weights=torch.ones(4, 1))
-        made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
-        for token, expert in enumerate(chosen.flatten().tolist()):
-            right, bound = product(x, weights[expert].t())
-            if expert < 0:
-                right, bound = 0 * right, 0 * bound
-            assert torch.all((made_of[token] - right[token]).abs() <= bound[token])
-
-    interlace.run(call, 2)
+    """Places without a row have zeros, and the grouped matmul takes all places."""
+    rank = interlace.get_rank()
+    x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
+    weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
+    received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
+    rows: Any = received.x
+    assert rows.shape == (1, 10, INNER)
+    rows.check_scales()
+    came = int(received.num_tokens_per_expert)
+    assert not rows.dequantize()[0, came:].any()
+    own = weights[rank]
+    weight: Any = Scaled(own.values[None], own.scales[None], name, own.whole).t()
+    handle = handle._replace(topk_weights=torch.ones(4, 1))
+    made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
+    for token, expert in enumerate(chosen.flatten().tolist()):
+        right, bound = product(x, weights[expert].t())
+        if expert < 0:
+            right, bound = 0 * right, 0 * bound
+        assert torch.all((made_of[token] - right[token]).abs() <= bound[token])
 
 
+@ranks(2, place="sim")
 def test_there_is_no_gradient() -> None:
-    def call() -> None:
-        bias = torch.ones(COLUMNS, dtype=torch.bfloat16, requires_grad=True)
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
-            interlace.all_gather_matmul(X, W, bias=bias)
-        learning = bias if interlace.get_rank() else bias.detach()
-        with pytest.raises((RuntimeError, ValueError), match="operands have no gradients"):
-            functional.all_gather_matmul(X, W, bias=learning)
-        values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
-        taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
-            interlace.matmul_all_reduce(taught, weight)
-
-    interlace.run(call, 2)
+    bias = torch.ones(COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        interlace.all_gather_matmul(X, W, bias=bias)
+    learning = bias if interlace.get_rank() else bias.detach()
+    with pytest.raises((RuntimeError, ValueError), match="operands have no gradients"):
+        functional.all_gather_matmul(X, W, bias=learning)
+    values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
+    taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()
+    with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        interlace.matmul_all_reduce(taught, weight)
 
 
+@ranks(2, place="sim")
 def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
-    """One scale for two weights, and a Scaled where values and scales are apart."""
-
-    def call() -> None:
-        gather: Any = functional.all_gather_scaled_matmul
-        scales = X.scales, W.scales
-        with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
-            gather(X.values, [W.values, W.values], scales[0], [scales[1]])
-        with pytest.raises(TypeError, match="must be tensors with separate scales"):
-            gather(X if interlace.get_rank() else X.values, W.values, *scales)
-
-    interlace.run(call, 2)
+    gather: Any = functional.all_gather_scaled_matmul
+    scales = X.scales, W.scales
+    with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
+        gather(X.values, [W.values, W.values], scales[0], [scales[1]])
+    with pytest.raises(TypeError, match="must be tensors with separate scales"):
+        gather(X if interlace.get_rank() else X.values, W.values, *scales)
 
 
-def tensors_of_torch(name: str) -> None:
-    """Values and scales apart, as ``torch.nn.functional.scaled_mm`` takes them; also swizzled."""
+@pytest.mark.parametrize("name", OPERAND_FORMATS)
+@ranks(2, place="sim")
+def test_tensors_as_torch_has_them(name: str) -> None:
+    """Pass values and scales separately, like ``torch.nn.functional.scaled_mm``; also swizzled."""
     rank, group = interlace.get_rank(), describe(None, "")[0]
     left = dataclasses.replace(made(name, 4, rank), whole=None)
     right = dataclasses.replace(made(name, COLUMNS, 9, weight=True), whole=None)
@@ -660,41 +619,28 @@ def tensors_of_torch(name: str) -> None:
         assert torch.all((reduced - part).abs() <= 2.0**-6 * (1 + part.abs()))
 
 
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
-def test_tensors_as_torch_has_them(name: str) -> None:
-    interlace.run(tensors_of_torch, 2, name)
-
-
+@ranks(2, place="sim")
 def test_a_dispatch_does_not_quantize_again() -> None:
-    def call() -> None:
-        tokens: Any = made("mxfp8", 2, 0)
-        chosen = torch.tensor([[0], [1]])
-        words = "use_fp8 quantizes x, which has scales already"
-        with pytest.raises(ValueError, match=words):
-            interlace.experts.dispatch(tokens, chosen, None, 2, use_fp8=True)
-        with pytest.raises(ValueError, match=words):
-            interlace.experts.low_latency_dispatch(tokens, chosen, 2, 2)
-        turned: Any = tokens.t()
-        with pytest.raises(
-            ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"
-        ):
-            interlace.experts.dispatch(turned, chosen, None, 2)
-
-    interlace.run(call, 2)
+    tokens: Any = made("mxfp8", 2, 0)
+    chosen = torch.tensor([[0], [1]])
+    words = "use_fp8 quantizes x, which has scales already"
+    with pytest.raises(ValueError, match=words):
+        interlace.experts.dispatch(tokens, chosen, None, 2, use_fp8=True)
+    with pytest.raises(ValueError, match=words):
+        interlace.experts.low_latency_dispatch(tokens, chosen, 2, 2)
+    turned: Any = tokens.t()
+    with pytest.raises(ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"):
+        interlace.experts.dispatch(turned, chosen, None, 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_a_packed_weight_is_copied_no_more(name: str) -> None:
-    """It is in memory as ops read it, and what is written there later counts."""
-
-    def call() -> None:
-        x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
-        packed = weight.packed()
-        assert formats.packed_rows(packed).data_ptr() == formats.packed_rows(packed).data_ptr()
-        assert torch.equal(packed.dequantize(), weight.dequantize())
-        plain: Any = interlace.all_gather_matmul(x, weight)
-        assert torch.equal(interlace.all_gather_matmul(x, packed), plain)  # type: ignore[arg-type]
-        packed.values.view(torch.uint8).zero_()
-        assert not interlace.all_gather_matmul(x, packed).any()  # type: ignore[union-attr]
-
-    interlace.run(call, 2)
+    x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
+    packed = weight.packed()
+    assert formats.packed_rows(packed).data_ptr() == formats.packed_rows(packed).data_ptr()
+    assert torch.equal(packed.dequantize(), weight.dequantize())
+    plain: Any = interlace.all_gather_matmul(x, weight)
+    assert torch.equal(interlace.all_gather_matmul(x, packed), plain)  # type: ignore[arg-type]
+    packed.values.view(torch.uint8).zero_()
+    assert not interlace.all_gather_matmul(x, packed).any()  # type: ignore[union-attr]

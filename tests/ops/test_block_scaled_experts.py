@@ -8,6 +8,7 @@ import torch
 import interlace
 from interlace import functional
 from interlace.ops.matmul.formats import FORMATS, quantize
+from ranks import ranks
 from tiers import few
 
 Tensor = torch.Tensor
@@ -110,43 +111,35 @@ def test_in_a_graph(name: str) -> None:
     interlace.run(compiled, 1, name)
 
 
+@ranks(2, place="sim")
 def test_wrong_operands_are_refused_on_all_ranks() -> None:
-
-    def call() -> None:
-        first = interlace.get_rank() == 0
-        x, w = made("mxfp8", 2, INNER, seed=0), weights("mxfp8", 1, 1)
-        other = weights("mxfp4", 1, 1)
-        exchange: Any = functional.all_to_all_grouped_matmul
-        with pytest.raises(ValueError, match="input is in mxfp8, weight in mxfp4"):
-            exchange(x, other if first else w, [1, 1], [1, 1])
-        with pytest.raises(
-            ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"
-        ):
-            functional.dispatch(x.t() if first else x, torch.zeros(2, 1, dtype=torch.long), None, 2)
-
-    interlace.run(call, 2)
+    first = interlace.get_rank() == 0
+    x, w = made("mxfp8", 2, INNER, seed=0), weights("mxfp8", 1, 1)
+    other = weights("mxfp4", 1, 1)
+    exchange: Any = functional.all_to_all_grouped_matmul
+    with pytest.raises(ValueError, match="input is in mxfp8, weight in mxfp4"):
+        exchange(x, other if first else w, [1, 1], [1, 1])
+    with pytest.raises(ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"):
+        functional.dispatch(x.t() if first else x, torch.zeros(2, 1, dtype=torch.long), None, 2)
 
 
+@ranks(2, place="sim")
 def test_weights_of_tokens_learn_by_the_eager_op() -> None:
     """The gradient of a token's weight is its row's product with the gradient of the sum."""
-
-    def call() -> None:
-        rank = interlace.get_rank()
-        x, w = made("mxfp8", 2, INNER, seed=rank), weights("mxfp8", 1, 3 + rank)
-        chosen, grad = torch.tensor([[0], [1]]), torch.randn(2, COLUMNS)
-        share = torch.ones(2, 1, requires_grad=True)
-        received, handle = interlace.experts.dispatch(x, chosen, share, 2)
-        rows: Any = received.x
-        how: Any = {"out_dtype": torch.float32}
-        given = rows, w, handle, chosen
-        alone = interlace.grouped_matmul_combine(*given, torch.ones(2, 1), **how)
-        interlace.grouped_matmul_combine(*given, share, **how).backward(grad)
-        torch.testing.assert_close(share.grad, (alone * grad).sum(1, keepdim=True))
-        with pytest.raises(
-            RuntimeError, match=r"has no gradient for topk_weights; call interlace\.grouped"
-        ):
-            functional.grouped_matmul_combine(*given, share)
-        with torch.no_grad():
-            same(functional.grouped_matmul_combine(*given, share, **how), alone)
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    x, w = made("mxfp8", 2, INNER, seed=rank), weights("mxfp8", 1, 3 + rank)
+    chosen, grad = torch.tensor([[0], [1]]), torch.randn(2, COLUMNS)
+    share = torch.ones(2, 1, requires_grad=True)
+    received, handle = interlace.experts.dispatch(x, chosen, share, 2)
+    rows: Any = received.x
+    how: Any = {"out_dtype": torch.float32}
+    given = rows, w, handle, chosen
+    alone = interlace.grouped_matmul_combine(*given, torch.ones(2, 1), **how)
+    interlace.grouped_matmul_combine(*given, share, **how).backward(grad)
+    torch.testing.assert_close(share.grad, (alone * grad).sum(1, keepdim=True))
+    with pytest.raises(
+        RuntimeError, match=r"has no gradient for topk_weights; call interlace\.grouped"
+    ):
+        functional.grouped_matmul_combine(*given, share)
+    with torch.no_grad():
+        same(functional.grouped_matmul_combine(*given, share, **how), alone)

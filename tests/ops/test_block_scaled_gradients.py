@@ -12,6 +12,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import FORMATS, quantize
 from interlace.ops.op import recording
+from ranks import ranks
 from tiers import few
 
 Tensor = torch.Tensor
@@ -46,7 +47,7 @@ def in_blocks(x: Tensor, name: str, across: int) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, w: Tensor, name: str, *, weight: bool = False) -> Tensor:
-    """``x @ w.T`` of ``(m, k)`` and ``(n, k)``: sums of 128 products, rounded once, added in float32."""
+    """Return ``x @ w.T``: sums of 128 products, each rounded once and added in fp32."""
     across = 128 if weight and name == "fp8_block128" else 1
     (a, of_a), (b, of_b) = in_blocks(x, name, 1), in_blocks(w, name, across)
     total = torch.zeros(len(x), len(w))
@@ -60,7 +61,7 @@ def product(x: Tensor, w: Tensor, name: str, *, weight: bool = False) -> Tensor:
 
 
 def of_rows(left: Sequence[Tensor], right: Sequence[Tensor], name: str) -> Tensor:
-    """``left.T @ right`` of the ranks' rows, in blocks along these, which no two ranks share."""
+    """Return ``left.T @ right`` of the ranks' rows; no two ranks share a block."""
     found = [product(a.T, b.T, name) for a, b in zip(left, right, strict=True) if len(a)]
     return sum(found[1:], found[0])
 
@@ -77,7 +78,7 @@ def matrix(x: Tensor, dim: int) -> Tensor:
 
 
 def close(found: Tensor, left: Tensor, right: Tensor, name: str) -> None:
-    """Within the bound of the format of ``left @ right``, in float64: half a step of either factor."""
+    """Compare with ``left @ right`` in float64, to half a step of the format in either factor."""
     a, b = left.double(), right.double()
     step = {"mxfp8": 2.0**-4, "fp8_block128": 2.0**-4, "mxfp8_e5m2": 2.0**-3}.get(name, 0.3125)
     # The second bound of quantize: of numbers that are small beside the largest of their block.
@@ -175,7 +176,7 @@ def test_gradients_are_within_the_bound_of_the_format(name: str, ranks: int) -> 
 
 
 def step(form: Any, name: str, around: Callable[[Any], Any] = lambda step: step) -> list[Tensor]:
-    """A pair of linear layers and a sum: the result and the gradients."""
+    """Return the result and the gradients of a pair of linear layers and a sum."""
 
     def forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         hidden = functional.wait(form.all_gather_matmul(x, up.t(), format=name))
@@ -209,25 +210,23 @@ def test_functional_and_compiled_calls_have_the_same_gradients(name: str) -> Non
             assert all(map(torch.equal, found[rank], expected[rank]))
 
 
+@ranks(2, place="sim")
 def test_the_dtype_of_the_input_is_that_of_results_and_gradients() -> None:
-    def call() -> None:
-        x = noise(0, 4, 64).bfloat16().requires_grad_()
-        w = noise(1, 64, 8).requires_grad_()  # as optimizers keep it
-        y: Any = interlace.all_gather_matmul(x, w, format="mxfp8")
-        wide: Any = interlace.matmul_all_reduce(x, w, format="mxfp8", out_dtype=torch.float32)
-        (y.sum() + wide.sum()).backward()
-        assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
-        assert x.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
-        whole = torch.cat([x.detach()] * 2)
-        of_w = product(whole.float().T, torch.ones(8, 8), "mxfp8")
-        y = interlace.all_gather_matmul(x, w, format="mxfp8")
-        assert torch.equal(torch.autograd.grad(y.sum(), w)[0], of_w)
-
-    interlace.run(call, 2)
+    x = noise(0, 4, 64).bfloat16().requires_grad_()
+    w = noise(1, 64, 8).requires_grad_()  # as optimizers keep it
+    y: Any = interlace.all_gather_matmul(x, w, format="mxfp8")
+    wide: Any = interlace.matmul_all_reduce(x, w, format="mxfp8", out_dtype=torch.float32)
+    (y.sum() + wide.sum()).backward()
+    assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert x.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+    whole = torch.cat([x.detach()] * 2)
+    of_w = product(whole.float().T, torch.ones(8, 8), "mxfp8")
+    y = interlace.all_gather_matmul(x, w, format="mxfp8")
+    assert torch.equal(torch.autograd.grad(y.sum(), w)[0], of_w)
 
 
 def tails(form: Any, scatters: bool, options: dict[str, Any]) -> None:
-    """What follows the product, by torch, and in the op."""
+    """Return the ops after the product, by torch and as options of the op."""
     x, w = noise(interlace.get_rank(), 4, 64), noise(9, 64, 8)
     op = getattr(form, "matmul_reduce_scatter" if scatters else "matmul_all_reduce")
     residual = noise(4, 2 if scatters else 4, 8)
@@ -249,20 +248,18 @@ def tails(form: Any, scatters: bool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@ranks(2, place="sim")
 def test_two_numbers_in_a_byte_have_gradients_for_odd_numbers_of_rows(name: Any) -> None:
-    def call() -> None:
-        parts = [
-            torch.randn(4 + rank, 64, generator=torch.Generator().manual_seed(rank))
-            for rank in range(2)
-        ]
-        x = parts[interlace.get_rank()].clone().requires_grad_()
-        w = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).requires_grad_()
-        interlace.all_gather_matmul(x, w, format=name).sum().backward()  # type: ignore[union-attr]
-        assert x.grad is not None and w.grad is not None
-        right = torch.cat(parts).T @ torch.ones(9, 32)
-        assert (w.grad - right).abs().max() < right.abs().max() / 3
-
-    interlace.run(call, 2)
+    parts = [
+        torch.randn(4 + rank, 64, generator=torch.Generator().manual_seed(rank))
+        for rank in range(2)
+    ]
+    x = parts[interlace.get_rank()].clone().requires_grad_()
+    w = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).requires_grad_()
+    interlace.all_gather_matmul(x, w, format=name).sum().backward()  # type: ignore[union-attr]
+    assert x.grad is not None and w.grad is not None
+    right = torch.cat(parts).T @ torch.ones(9, 32)
+    assert (w.grad - right).abs().max() < right.abs().max() / 3
 
 
 @pytest.mark.parametrize("scatters", [True, False])
@@ -273,22 +270,20 @@ def test_an_activation_and_a_norm_have_gradients(scatters: bool) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
 def test_without_a_gradient_it_is_the_op_of_scaled_operands(name: str) -> None:
-    def call() -> None:
-        x, w = noise(interlace.get_rank(), 4, INNER), noise(9, COLUMNS[0], INNER)
-        left, right = quantize(x, name), quantize(w, name, weight=True).t()  # type: ignore[arg-type]
-        for form in (interlace, functional):
-            for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-                run: Any = getattr(form, op)
-                expected = functional.wait(run(left, right, out_dtype=torch.float32))
-                for mine in ((x, w.t()), (x, right), (left, w.t())):
-                    how: Any = {} if mine[0] is x else {"out_dtype": torch.float32}
-                    found = functional.wait(run(*mine, format=name, **how))
-                    assert torch.equal(found, expected)
-        columns: Any = interlace.matmul_reduce_scatter(x, w.t(), scatter_dim=1, format=name)  # type: ignore[arg-type]
-        assert columns.shape == (4, COLUMNS[0] // 2)
-
-    interlace.run(call, 2)
+    x, w = noise(interlace.get_rank(), 4, INNER), noise(9, COLUMNS[0], INNER)
+    left, right = quantize(x, name), quantize(w, name, weight=True).t()  # type: ignore[arg-type]
+    for form in (interlace, functional):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            run: Any = getattr(form, op)
+            expected = functional.wait(run(left, right, out_dtype=torch.float32))
+            for mine in ((x, w.t()), (x, right), (left, w.t())):
+                how: Any = {} if mine[0] is x else {"out_dtype": torch.float32}
+                found = functional.wait(run(*mine, format=name, **how))
+                assert torch.equal(found, expected)
+    columns: Any = interlace.matmul_reduce_scatter(x, w.t(), scatter_dim=1, format=name)  # type: ignore[arg-type]
+    assert columns.shape == (4, COLUMNS[0] // 2)
 
 
 X, W = noise(0, 4, 64), noise(1, 64, 8)
@@ -309,48 +304,40 @@ X, W = noise(0, 4, 64), noise(1, 64, 8)
 )
 @pytest.mark.parametrize("form", [interlace.all_gather_matmul, functional.all_gather_matmul])
 @pytest.mark.parametrize("learning", [True, False])
+@ranks(2, place="sim")
 def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
     form: Any, learning: bool, how: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    def call() -> None:
-        given: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
-        if interlace.get_rank():
-            given.update(how)
-        with torch.set_grad_enabled(learning):
-            bias = torch.zeros(8, requires_grad=learning)
-            with pytest.raises(error, match=words if interlace.get_rank() else "rank 1|differ"):
-                form(**given, bias=bias)
-
-    interlace.run(call, 2)
+    given: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
+    if interlace.get_rank():
+        given.update(how)
+    with torch.set_grad_enabled(learning):
+        bias = torch.zeros(8, requires_grad=learning)
+        with pytest.raises(error, match=words if interlace.get_rank() else "rank 1|differ"):
+            form(**given, bias=bias)
 
 
+@ranks(2, place="sim")
 def test_ranks_compare_format_and_k() -> None:
-    def call() -> None:
-        rank = interlace.get_rank()
-        w = W.clone().requires_grad_()
-        for form in (interlace, functional):
-            with pytest.raises(ValueError, match="format differs between ranks: mxfp8 on rank 0"):
-                form.all_gather_matmul(X, w, format=("mxfp8", "mxfp8_e5m2")[rank])  # type: ignore[arg-type]
-            k = (64, 60)[rank]  # which have packed rows of the same length
-            with pytest.raises(ValueError, match="k differs between ranks: 64 on rank 0"):
-                form.matmul_all_reduce(X[:, :k], w[:k], format="mxfp8")
-
-    interlace.run(call, 2)
+    rank = interlace.get_rank()
+    w = W.clone().requires_grad_()
+    for form in (interlace, functional):
+        with pytest.raises(ValueError, match="format differs between ranks: mxfp8 on rank 0"):
+            form.all_gather_matmul(X, w, format=("mxfp8", "mxfp8_e5m2")[rank])  # type: ignore[arg-type]
+        k = (64, 60)[rank]  # which have packed rows of the same length
+        with pytest.raises(ValueError, match="k differs between ranks: 64 on rank 0"):
+            form.matmul_all_reduce(X[:, :k], w[:k], format="mxfp8")
 
 
+@ranks(2, place="sim")
 def test_a_gradient_has_no_gradient_and_columns_have_none() -> None:
-    def call() -> None:
-        w = W.clone().requires_grad_()
-        y: Any = interlace.all_gather_matmul(X, w, format="mxfp8")
-        with pytest.raises(RuntimeError, match="in a block-scaled format have no gradients"):
-            torch.autograd.grad(y.square().sum(), w, create_graph=True)
-        packed = [formats.packed_rows(quantize(each, "mxfp8")) for each in (X, W.T)]
-        about = packed[0], [packed[1].T], [torch.zeros(8, requires_grad=True)], 0, False, "auto"
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
-            recording.call(
-                "block_scaled_all_gather_matmul", *about, None, "mxfp8", 2, resolve(None)
-            )
-        with pytest.raises(ValueError, match="scatter_dim must not be the last one, 1, with"):
-            interlace.matmul_reduce_scatter(X, w, scatter_dim=1, format="mxfp8")
-
-    interlace.run(call, 2)
+    w = W.clone().requires_grad_()
+    y: Any = interlace.all_gather_matmul(X, w, format="mxfp8")
+    with pytest.raises(RuntimeError, match="in a block-scaled format have no gradients"):
+        torch.autograd.grad(y.square().sum(), w, create_graph=True)
+    packed = [formats.packed_rows(quantize(each, "mxfp8")) for each in (X, W.T)]
+    about = packed[0], [packed[1].T], [torch.zeros(8, requires_grad=True)], 0, False, "auto"
+    with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        recording.call("block_scaled_all_gather_matmul", *about, None, "mxfp8", 2, resolve(None))
+    with pytest.raises(ValueError, match="scatter_dim must not be the last one, 1, with"):
+        interlace.matmul_reduce_scatter(X, w, scatter_dim=1, format="mxfp8")

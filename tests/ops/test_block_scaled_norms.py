@@ -1,4 +1,4 @@
-"""Ops with a norm whose rows come in a block-scaled format: bit by bit those of the definition."""
+"""Ops with a norm whose rows come in a block-scaled format have the bits of the definition."""
 
 import math
 from functools import partial
@@ -13,6 +13,7 @@ from interlace import functional, reference
 from interlace.ops.matmul import launch_norms, norms
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, Scaled, packed_rows, quantize
 from interlace.runtime.numerics.norms import RowNorm
+from ranks import ranks
 from sim.algorithms.node_support import TWO, on_nodes
 from sim.norms.counted import launches
 from support import poisoned
@@ -26,7 +27,7 @@ WHOLE = torch.ones(())
 
 
 def weight_of(columns: int) -> torch.Tensor:
-    """Numbers of many magnitudes, zeros, and what is no number."""
+    """Return numbers of many magnitudes, zeros, infinities and nan."""
     generator = torch.Generator().manual_seed(columns)
     powers = torch.randint(-9, 9, (columns,), generator=generator)
     weight = torch.randn(columns, generator=generator) * 2.0**powers
@@ -46,19 +47,19 @@ def weight_of(columns: int) -> torch.Tensor:
 
 
 def signs(columns: int) -> torch.Tensor:
-    """Rows whose norm has the numbers of the weight, exactly."""
+    """Return rows whose norm is exactly the weight, up to the sign."""
     generator = torch.Generator().manual_seed(1)
     return 1.0 - 2.0 * torch.randint(0, 2, (ROWS, columns), generator=generator)
 
 
 def right(name: str, columns: int) -> Scaled:
-    """Of all rows."""
+    """Return the right norms of all rows."""
     numbers = signs(columns) * weight_of(columns)
     return quantize(numbers, name, whole=WHOLE if FORMATS[name].whole else None)  # type: ignore[arg-type]
 
 
 def same(found: Any, wanted: torch.Tensor, name: str) -> None:
-    """All bytes of the op's memory; of what is no number the bits are any."""
+    """Compare all bytes of the op's memory; nan may have any bits."""
     assert isinstance(found, Scaled) and found.format == name
     every = torch.empty(0, dtype=torch.uint8).set_(found.values.untyped_storage())  # type: ignore[call-overload]
     rows = every[: wanted.numel()].view(wanted.shape)
@@ -66,7 +67,7 @@ def same(found: Any, wanted: torch.Tensor, name: str) -> None:
 
 
 def without_nan(rows: torch.Tensor, kind: BlockFormat) -> torch.Tensor:
-    """Packed rows with one nan in the place of others."""
+    """Replace packed rows that have a nan."""
     made = rows.clone()
     steps = kind.steps(made.shape[1])
     of_values, of_scales = (steps * each for each in kind.step_bytes)
@@ -80,7 +81,7 @@ def without_nan(rows: torch.Tensor, kind: BlockFormat) -> torch.Tensor:
 
 
 def call(form: Any, op: str, columns: int, **how: Any) -> Any:
-    """The op on this rank; the sum over ranks has the signs, times the number of ranks."""
+    """Call the op on this rank; the sum over ranks is the signs times the number of ranks."""
     x = signs(columns)
     operands = (x, torch.eye(columns)) if op.startswith("matmul") else (x,)
     norm = interlace.RMSNorm(weight_of(columns), eps=0.0)
@@ -117,8 +118,6 @@ def test_rows_in_sim(name: str, op: str, columns: int, ranks: int) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("op", OPS[2:])
 def test_rows_of_many_columns(name: str, op: str) -> None:
-    """Some at a time; also of a row in words, which carry their flags."""
-
     def on_rank() -> None:
         with interlace.configured(block_elements=256, programs=2):
             every_form(op, name, 1500, ("fused",))
@@ -145,7 +144,6 @@ def test_in_two_shots(name: str, op: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("op", OPS[2:])
 def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
-    """LayerNorm of random bfloat16 rows, by the kernel."""
     numbers = torch.randn(9, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight, bias = numbers[7].clone(), numbers[8].clone()
     norm = interlace.LayerNorm(weight, bias, eps=1e-5)
@@ -166,8 +164,10 @@ def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:
     return whole.chunk(parts)[part]
 
 
-def from_operands_to_rows(name: str) -> None:
-    """A product of block-scaled operands whose rows are normed and come in the same format."""
+@pytest.mark.parametrize("name", FORMATS)
+@ranks(2, place="sim")
+def test_from_operands_to_rows(name: str) -> None:
+    """Norm the rows of a product of block-scaled operands in the same format."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     generator = torch.Generator().manual_seed(2)
     x = [quantize(torch.randn(7, 160, generator=generator), name) for _ in range(size)]  # type: ignore[arg-type]
@@ -192,11 +192,6 @@ def from_operands_to_rows(name: str) -> None:
             assert torch.all((made.dequantize(torch.float64) - right).abs() <= bound)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_from_operands_to_rows(name: str) -> None:
-    interlace.run(from_operands_to_rows, 2, name)
-
-
 def compiled_code(name: str) -> None:
     """The PTX of sm_80, which has no fp8."""
     every_form("all_reduce_norm", name, 200, ("fused",), residual=None)
@@ -211,8 +206,6 @@ def test_as_ptx(name: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_empty_parts_and_no_numbers(name: str, op: str, algorithm: str) -> None:
-    """Ranks without a row of their own, no rows at all, and rows without a number."""
-
     def on_rank(rows: int, columns: int) -> None:
         x = torch.ones(rows, columns)
         operands = (torch.ones(rows, 4), torch.ones(4, columns)) if "matmul" in op else (x,)
@@ -236,15 +229,16 @@ def test_empty_parts_and_no_numbers(name: str, op: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
+@ranks(4, place="sim")
 def test_on_several_nodes(op: str, algorithm: str) -> None:
-    def on_rank() -> None:
-        every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
-
-    interlace.run(on_rank, 4)
+    every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
 
 
-def other_calls(name: str) -> None:
-    """Later, compiled, with another dimension scattered, and where the sum has a gradient."""
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks(place="sim")
+def test_other_calls(name: str, world_size: int) -> None:
+    """Call later, compiled, with another scattered dimension, and with a gradient of the sum."""
     wanted = packed_rows(right(name, 200))
     work = call(interlace, "all_reduce_norm", 200, quantize=name, async_op=True)
     same(work.wait()[0], wanted, name)
@@ -257,7 +251,7 @@ def other_calls(name: str) -> None:
     total.sum().backward()
     assert x.grad is not None and torch.all(x.grad == 1.0)
     assert not normed.values.requires_grad
-    if interlace.get_world_size() == 1:  # simulated ranks cannot all trace at once
+    if world_size == 1:  # simulated ranks cannot all trace at once
         compiled = torch.compile(numbers, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(name), numbers(name))
 
@@ -269,20 +263,11 @@ def numbers(name: str) -> torch.Tensor:
     return made[0].dequantize()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_other_calls(name: str, ranks: int) -> None:
-    interlace.run(other_calls, ranks, name)
-
-
-def in_process() -> None:
+@ranks(2)
+def test_in_processes() -> None:
     for name in FORMATS:
         for op in OPS:
             every_form(op, name, 200, ALGORITHMS)
-
-
-def test_in_processes() -> None:
-    interlace.run(in_process, 2, place="shm")
 
 
 @pytest.mark.parametrize(
@@ -296,14 +281,12 @@ def test_in_processes() -> None:
     ],
 )
 @pytest.mark.parametrize("form", [interlace, functional])
+@ranks(2, place="sim")
 def test_what_has_no_such_rows_is_refused_on_all_ranks(
     form: Any, shape: tuple[int, ...], words: str
 ) -> None:
-    def on_rank() -> None:
-        other = interlace.get_rank() == 1
-        with pytest.raises(ValueError, match=words):
-            form.all_reduce_norm(
-                torch.ones((3, 32) if other else shape), norm=interlace.RMSNorm(), quantize="nvfp4"
-            )
-
-    interlace.run(on_rank, 2)
+    other = interlace.get_rank() == 1
+    with pytest.raises(ValueError, match=words):
+        form.all_reduce_norm(
+            torch.ones((3, 32) if other else shape), norm=interlace.RMSNorm(), quantize="nvfp4"
+        )

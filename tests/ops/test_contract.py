@@ -48,7 +48,7 @@ def cells(contract: str, ops: Mapping[str, Op] = BY_NAME) -> list[str]:
 
 
 def matrix(contract: str) -> Callable[..., Any]:
-    """The cells of a contract in both places."""
+    """Return the cells of a contract in both places."""
     in_places = pytest.mark.parametrize("place", PLACES)
     of_ops = pytest.mark.parametrize("op", cells(contract))
     return lambda test: in_places(of_ops(test))
@@ -56,7 +56,7 @@ def matrix(contract: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass
 class Prepared:
-    """An op with the arguments and the right results of all ranks, on one of them."""
+    """An op on one rank, with the arguments and the right results of all ranks."""
 
     op: Op
     setting: Setting
@@ -71,13 +71,13 @@ class Prepared:
         return self.op.begin(resolve(self.group), list({**self.own, **others}.values()))
 
     def through_autograd(self) -> list[Tensor]:
-        """What torch.ops.interlace gives; in the simulator, what stands in for it."""
+        """Return the results of torch.ops.interlace, or of its replacement in the simulator."""
         name, size = describe(self.group)
         made = calls.call(self.op.name, *self.own.values(), size, name)
         return [wait(each) for each in (made if self.op.several else [made])]
 
     def check(self, made: Sequence[Tensor]) -> None:
-        """Values, and the dtypes, shapes and strides that a compiler has been told of."""
+        """Compare values, and the dtypes, shapes and strides that compilers get from the fake kernel."""
         right = contracts.right_results(self.op, self.given, self.setting.size)[self.setting.rank]
         with FakeTensorMode() as mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, list(self.own.values()))
@@ -123,7 +123,7 @@ def check_values(op: str, **how: Any) -> None:
 
 
 def dtypes() -> list[Any]:
-    """Of all ops; but no other than they take of backwards, whose forwards have refused them."""
+    """Return all ops with all dtypes; backwards have supported ones only, as forwards refuse others."""
     pairs = [
         (op, dtype)
         for op, dtype in itertools.product(cells("values"), DTYPES)
@@ -136,7 +136,9 @@ def dtypes() -> list[Any]:
 @pytest.mark.parametrize(("op", "dtype"), dtypes())
 @ranks(SIZE)
 def test_values(place: str, op: str, dtype: str) -> None:
-    """Of the functional form and through autograd; a dtype that an op does not take all ranks refuse."""
+    """The functional form and autograd are tested too. All ranks refuse a dtype that the op does not
+    support.
+    """
     prepared_call = prepared(op, dtype=DTYPES[dtype])
     if contracts.takes(prepared_call.op, DTYPES[dtype]):
         prepared_call.check(finish(prepared_call.begin()))
@@ -164,14 +166,18 @@ def test_all_ops_in_groups_of_processes() -> None:
         test_subgroups.body("shm", op)
 
 
-def algorithms() -> list[Any]:
-    named = [name for name in cells("values") if "algorithm" in BY_NAME[name].kinds]
-    chosen = [(name, way) for name in named for way in ("fused", "pipelined", "unfused")]
-    return few(chosen, *[each for each in chosen if each[1] == "fused"])
+ALGORITHMS = [
+    (name, algorithm)
+    for name in cells("values")
+    if "algorithm" in BY_NAME[name].kinds
+    for algorithm in ("fused", "pipelined", "unfused")
+]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("op", "algorithm"), algorithms())
+@pytest.mark.parametrize(
+    ("op", "algorithm"), few(ALGORITHMS, *[each for each in ALGORITHMS if each[1] == "fused"])
+)
 @ranks(SIZE)
 def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
     if op in contracts.TWO_WAYS and algorithm == "pipelined":
@@ -181,10 +187,15 @@ def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
         check_values(op, algorithm=algorithm)
 
 
+@ranks(SIZE)
+def test_all_algorithms_in_processes() -> None:
+    for op, algorithm in ALGORITHMS:
+        test_values_of_every_algorithm.body("shm", op, algorithm)
+
+
 @matrix("asynchronous")
 @ranks(SIZE)
 def test_asynchronous(place: str, op: str) -> None:
-    """Two calls under way at once, waited for in the other order, and twice."""
     first, second = prepared(op), prepared(op, call=2)
     begun = [(each, each.begin()) for each in (first, second)]
     for each, started in reversed(begun):
@@ -197,7 +208,7 @@ def test_asynchronous(place: str, op: str) -> None:
 @pytest.mark.parametrize("dtype", few(["float32", "bool"], "float32"))
 @ranks(SIZE)
 def test_out(place: str, op: str, dtype: str) -> None:
-    """Written as a whole; one that does not fit is refused on all ranks; some ops take the input itself."""
+    """An ``out`` that does not fit is refused on all ranks. Some ops accept the input itself as ``out``."""
     call = prepared(op, dtype=DTYPES[dtype])
     name, size = describe(None)
     out = poison(call.op.outputs(call.op.record(list(call.own.values())), size))
@@ -216,8 +227,6 @@ def test_out(place: str, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", few(["float32", "float16"], "float32"))
 @ranks(SIZE)
 def test_out_dtype(place: str, op: str, dtype: str) -> None:
-    """Of inputs in bf16; what is added to the sum has the dtype of the output."""
-
     def change(given: dict[str, Any]) -> dict[str, Any]:
         if "residual" in given:
             given["residual"] = given["residual"].to(DTYPES[dtype])
@@ -241,7 +250,7 @@ def test_empty_on_one(place: str, op: str) -> None:
 @matrix("empty_on_one")
 @ranks(SIZE)
 def test_parts_as_chunks(place: str, op: str) -> None:
-    """All but the last are as long as torch.chunk makes them, which is longer than a third."""
+    """torch.chunk makes all parts but the last longer than a third."""
     check_values(op, rows=lambda size: [count for _, count in split_rows(3 * size + 1, size)])
 
 
@@ -249,8 +258,6 @@ def test_parts_as_chunks(place: str, op: str) -> None:
 @pytest.mark.parametrize("layout", few(LAYOUTS[1:], "strided"))
 @ranks(SIZE)
 def test_layouts(place: str, op: str, layout: str) -> None:
-    """Every tensor among the arguments is not contiguous; inputs are not written to."""
-
     def change(given: dict[str, Any]) -> dict[str, Any]:
         return {
             name: tree_map_only(Tensor, lambda each: laid_out(each, layout), value)
@@ -268,7 +275,7 @@ def test_layouts(place: str, op: str, layout: str) -> None:
 
 @pytest.mark.parametrize("op", cells("poisoned"))
 def test_poisoned(op: str) -> None:
-    """Memory holds nan before every call, also before one that gets memory of the call before."""
+    """Memory has nan before every call, also memory that an earlier call used."""
 
     fused = {"algorithm": "fused"} if "algorithm" in BY_NAME[op].kinds else {}
 
@@ -283,7 +290,6 @@ def test_poisoned(op: str) -> None:
 @matrix("subgroups")
 @ranks(4)
 def test_subgroups(place: str, op: str) -> None:
-    """Two groups at once, one of which has its ranks in another order."""
     odd = interlace.get_rank() % 2
     check_values(op, group=[[2, 0], [1, 3]], call=1 + odd)
 
@@ -292,9 +298,9 @@ def test_subgroups(place: str, op: str) -> None:
 
 
 class OwnOfAll(torch.autograd.Function):
-    """Of one tensor of each rank this rank's; gradients are those that all ranks have of theirs.
+    """This rank's tensor out of one for each rank; its gradients come from all ranks.
 
-    Of a lone tensor, which all ranks have alike, the gradient is the sum of all ranks'.
+    A lone tensor is the same on all ranks: its gradient is the sum over ranks.
     """
 
     @staticmethod
@@ -309,7 +315,7 @@ class OwnOfAll(torch.autograd.Function):
 
 
 class AllOfOwn(torch.autograd.Function):
-    """One result of each rank; of the gradients this rank takes its own."""
+    """One result of each rank; the backward takes this rank's gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor) -> tuple[Tensor, ...]:
@@ -327,9 +333,9 @@ def gathered(tensor: Tensor) -> list[Tensor]:
 
 
 def check_gradients(op: str, dtype: torch.dtype) -> None:
-    """torch's gradcheck of the function from all ranks' inputs to all ranks' results.
+    """Check the function from all ranks' inputs to all ranks' results with torch's gradcheck.
 
-    Every rank calls it with the same numbers, so what one changes all change, in step.
+    Every rank calls it with the same numbers, so all ranks change the same number at the same time.
     """
     call = prepared(op, dtype=dtype)
     values, tree = tree_flatten(call.own)
@@ -395,7 +401,7 @@ def test_compiled(op: str) -> None:
 
 
 def of_all_ranks(values: Sequence[Any]) -> Any:
-    """A LocalTensor, or a number that is another on each rank, or what all ranks have alike."""
+    """Return a LocalTensor, a number that differs between ranks, or a value that all ranks share."""
     if isinstance(values[0], Tensor):
         return LocalTensor(dict(enumerate(values)))
     if all(each == values[0] for each in values):
@@ -405,7 +411,6 @@ def of_all_ranks(values: Sequence[Any]) -> Any:
 
 @pytest.mark.parametrize("op", cells("local_tensor"))
 def test_local_tensor(op: str) -> None:
-    """Results of all ranks in one process."""
     known, setting = BY_NAME[op], Setting(0, SIZE, call=1, rows=evenly(SIZE))
     given = [known.example(each) for each in setting.everyone()]
     tree = tree_flatten(list(given[0].values()))[1]
@@ -424,14 +429,14 @@ def test_local_tensor(op: str) -> None:
 
 
 def misused(op: Op) -> list[tuple[str, Any]]:
-    """By argument, what it is not."""
+    """Return wrong values by argument."""
     return [
         (name, wrong) for name in op.kinds if (wrong := contracts.wrong_of(op, name)) is not None
     ]
 
 
 def check_refused(op: str, ranks_wrong: Sequence[int]) -> None:
-    """Each wrong argument raises on all ranks, before any data moves, and the group goes on."""
+    """Each wrong argument raises on all ranks before any data moves, and the group continues."""
     call = prepared(op)
     rank = interlace.get_rank()
     for name, wrong in misused(call.op):
@@ -463,7 +468,7 @@ def test_misuse_on_all(place: str, op: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @ranks(2)
 def test_shapes_that_differ_are_no_other_shape(place: str) -> None:
-    """Of as many elements: none is reshaped, all ranks hear of it."""
+    """The shapes have equal numbers of elements, and no rank reshapes its tensor."""
     rank = interlace.get_rank()
     tensor = torch.arange(8.0).reshape((2, 4) if rank == 0 else (4, 2))
     for op, *options in (
@@ -501,7 +506,6 @@ def test_every_op_has_its_cells() -> None:
 
 
 def test_a_new_op_is_found_without_being_named() -> None:
-    """It has the cells of a like one; what the table cannot make, or compare, is a gap."""
     known = BY_NAME["reduce_scatter"]
     new = dataclasses.replace(known, name="another")
     grown = {**BY_NAME, "another": new}

@@ -20,7 +20,6 @@ from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, FORMATS, FP4_NUMBERS,
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * 2.0 ** torch.randint(
         -8, 8, shape, generator=generator
@@ -143,7 +142,6 @@ def moved(scaled: Scaled) -> Scaled:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("way", [stored, pickled, moved, copy.copy, copy.deepcopy])
 def test_copies_have_all_that_there_is(name: str, way: Callable[[Scaled], Scaled]) -> None:
-    """Also of packed ones, which stay packed."""
     plain = quantize(numbers(150, 96), name, weight=True)
     for scaled in (plain, plain.t(), plain.packed(), plain.t().packed()):
         found = way(scaled)
@@ -202,7 +200,7 @@ WHOLES = (1e-40, 1e-38, 1e-21, 1.0, 1e20, 1e38, 3e38)
 @pytest.mark.parametrize("left_whole", WHOLES)
 @pytest.mark.parametrize("right_whole", WHOLES)
 def test_products_of_small_and_large_tensors(left_whole: float, right_whole: float) -> None:
-    """Right wherever the result is a number in fp32: one scale must not spoil what the other mends."""
+    """The result is correct if fp32 can hold it: the product of both scales must not overflow first."""
     left, right = quantize(numbers(5, 64), "nvfp4"), quantize(numbers(7, 64, seed=1), "nvfp4").t()
     scales = torch.tensor([left_whole]), torch.tensor([right_whole])
     left, right = (
@@ -226,7 +224,7 @@ def test_products_of_small_and_large_tensors(left_whole: float, right_whole: flo
 
 @pytest.mark.parametrize("length", [48, 128])
 def test_where_torch_multiplies_on_a_cpu_it_is_the_same(length: int) -> None:
-    """A block for each row, or one scale in all blocks: torch's CPU has no other blocks."""
+    """torch on a CPU supports only one scale per row or per tensor."""
     x, weight = numbers(16, length), numbers(32, length, seed=1)
     left, right = quantize(x, "fp8_block128"), quantize(weight, "fp8_block128")
     same_scale = [torch.full((rows, 4), scale).to(E8M0) for rows, scale in ((16, 0.5), (32, 4.0))]
@@ -297,7 +295,6 @@ def test_a_scale_that_is_not_above_zero_is_refused(scale: float) -> None:
 
 
 def test_a_scale_is_of_its_own_band_of_rows() -> None:
-    """Of 150 rows 128 have the first scale, and 22 the second."""
     values = torch.zeros(150, 64)
     values[:100] = 1.0
     scales = torch.tensor([[1.0], [0.0]])
@@ -307,7 +304,7 @@ def test_a_scale_is_of_its_own_band_of_rows() -> None:
 
 
 def test_swizzled_scales_are_known_by_their_shape() -> None:
-    """Of 128 x 4 scales the transposed ones are as many."""
+    """128 x 4 scales and their transpose have equal numbers of elements."""
     scales = torch.ones(128, 4).to(E8M0)
     values = torch.zeros(128, 128).to(E4M3)
     for taken in (scales, formats.swizzled(scales), formats.swizzled(scales).view(32, 16)):

@@ -1,7 +1,7 @@
-"""Every op of the registry is in the list of every tool, under its own name or that of a like one.
+"""Every op of the registry is in the list of every tool, under its own name or a similar op's.
 
-What a tool makes of a record it makes of a new one, too; what it has a list of its own for it lacks, and
-the test says so.
+Tools that read the records get a new op at once. Tools with their own list lack it, and the test names
+them.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ INNER = {
 
 
 def public_name(op: str) -> str:
-    op = op.removeprefix("block_scaled_")  # what the public function calls with such operands
+    op = op.removeprefix("block_scaled_")  # the public function calls this op for such operands
     return INNER.get(op, SAME.get(op, op))
 
 
 def without_tool(ops: Mapping[str, Op]) -> Iterator[str]:
-    """What tools lack, by op."""
+    """Return the ops that tools lack."""
     verified, built = targets(ops), every_kernel()
     checked = {kernel for device in WORLDS for case in cases(device) for kernel in case.kernels}
     listed = {"verify": verified, "bench": MEASURED, "tune": TUNED}
@@ -51,7 +51,7 @@ def test_every_tool_knows_every_op() -> None:
 
 
 def test_a_new_op_is_missed_where_a_tool_has_a_list_of_its_own() -> None:
-    """Verify and the contract matrix have it at once, with its algorithms; it lacks what needs code."""
+    """Verify and the contract matrix find it at once; the tools that need code do not."""
     kernels = fused_by("another_kernel")
     new = dataclasses.replace(BY_NAME["matmul_all_reduce"], name="another", algorithms=kernels)
     grown = {**BY_NAME, "another": new}

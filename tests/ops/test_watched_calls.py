@@ -1,4 +1,4 @@
-"""Calls with a gradient under checkpoints and modes of torch: results and gradients are those without."""
+"""Calls with a gradient under checkpoints and modes of torch, and several of them in flight."""
 
 import functools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def unequal_shards(x: Tensor, w: Tensor) -> Any:
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    # of x (4, 4) and w (4, 4), which are other ones on each rank
+    # x (4, 4) and w (4, 4) differ on each rank
     "all_gather_matmul": lambda x, w: interlace.all_gather_matmul(x, w, activation="relu"),
     "all_gather_matmul of weights": lambda x, w: interlace.all_gather_matmul(
         x, [w, w[:, :2].contiguous()], bias=[w[0], None], return_gathered=True
@@ -92,13 +92,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def results(call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, ...]:
-    """The floats among the results, complete."""
+    """Return the floats among the results, after a wait."""
     leaves = [functional.wait(each) for each in tree_leaves(call(*given))]
     return tuple(each for each in leaves if each.is_floating_point())
 
 
 def selective(*saved: str) -> Any:
-    """A policy that saves the results of ops with such names, and no others; nor memory to be filled."""
+    """Return a policy that saves only the results of ops with such names."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         named = str(op).startswith(saved) and "empty" not in str(op)
@@ -132,7 +132,6 @@ def operands() -> list[Tensor]:
 
 
 def found_by(run: Callable[..., Any]) -> list[Tensor]:
-    """Results and gradients."""
     x, w = operands()
     outputs = run(x, w)
     torch.stack([(each**2).sum() for each in outputs if each.requires_grad]).sum().backward()
@@ -151,7 +150,84 @@ def test_who_watches_a_call_changes_nothing(place: str, name: str) -> None:
     for way, run in WAYS.items():
         for each, other in zip(found_by(functools.partial(run, call)), right, strict=True):
             assert torch.equal(each, other), way
-        with FlopCounterMode(display=False):  # around the backward, too
+        with FlopCounterMode(display=False):  # also around the backward
             watched = found_by(call)
         assert all(map(torch.equal, watched, right)), way
         assert unwaited() == before, way
+
+
+def gradients(flip: bool, activation: Any) -> list[torch.Tensor]:
+    rank = interlace.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [
+        torch.randn(shape, generator=generator).requires_grad_()
+        for shape in ((4, 3), (3, 5), (4, 3), (3, 5))
+    ]
+    x, w, y, v = tensors
+    how: Any = {"async_op": True, "activation": activation}
+    first, second = (
+        interlace.matmul_reduce_scatter(x, w, **how),
+        interlace.matmul_reduce_scatter(y, v, **how),
+    )
+    if flip and rank:
+        of_second, of_first = second.wait(), first.wait()
+    else:
+        of_first, of_second = first.wait(), second.wait()
+    (2 * of_first.sum() + 3 * (of_second**2).sum()).backward()
+    return [each.grad for each in tensors]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_ranks_may_wait_in_any_order(place: str, activation: str | None) -> None:
+    alike = interlace.run(gradients, 2, False, activation, place=place)
+    other = interlace.run(gradients, 2, True, activation, place=place)
+    for mine, right in zip(alike, other, strict=True):
+        assert all(map(torch.equal, mine, right))
+
+
+@ranks(2, place="sim")
+def test_what_has_changed_before_the_wait_has_no_gradient() -> None:
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5, requires_grad=True)
+    work = interlace.matmul_all_reduce(x, w, async_op=True)
+    if interlace.get_rank():
+        with torch.no_grad():
+            w.mul_(10)
+    product = work.wait()
+    with pytest.raises(
+        (RuntimeError, ValueError),
+        match="modified by an inplace operation between the call and wait",
+    ):
+        product.sum().backward()
+
+
+def by_future() -> torch.Tensor:
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5)
+    work: Any = interlace.matmul_all_reduce(x, w, async_op=True)
+    work.get_future().wait().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_a_future_has_the_recorded_result(place: str) -> None:
+    for found in interlace.run(by_future, 2, place=place):
+        assert torch.equal(found, torch.full((4, 3), 10.0))
+
+
+class OwnParameter(torch.nn.Parameter):
+    """A parameter with attributes of its layer."""
+
+
+def with_own_parameter() -> tuple[torch.Size, bool]:
+    shard = torch.ones(2 + interlace.get_rank(), 3, requires_grad=True)
+    weight = OwnParameter(torch.ones(3, 5))
+    product: Any = interlace.all_gather_matmul(shard, weight)
+    product.sum().backward()
+    assert weight.grad is not None
+    return product.shape, bool((weight.grad == 5.0).all())
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_classes_of_parameters_may_have_uneven_shards(place: str) -> None:
+    assert interlace.run(with_own_parameter, 2, place=place) == [(torch.Size([5, 5]), True)] * 2

@@ -1,12 +1,12 @@
-"""One corner of the releases that interlace is for: the core of the suite with the torch that is here.
+"""One corner of the releases that interlace is for: the core of the suite with the installed torch.
 
-    make matrix                            every corner in a .venv of its own, then the table
+    make matrix                            every corner in its own .venv, then the table
     python tests/repository/corner.py              all parts
-    python tests/repository/corner.py sim build    these parts; what is known of the others stays
+    python tests/repository/corner.py sim build    these parts; known results of the others stay
     python tests/repository/corner.py --table      docs/reference/compatibility.md's table of all results
 
-What a part came to is written to benchmarks/results/corner-torch-X.Y.json when it ends. Its tests are those
-of ``make test``, with those that are marked thorough left out.
+Each part writes its results to benchmarks/results/corner-torch-X.Y.json when it ends. Its tests are the
+tests of ``make test`` without the thorough ones.
 """
 
 import json
@@ -29,7 +29,7 @@ PARTS = {
         "tests/multi",
         "--ignore=tests/multi/process_group",
         "--ignore=tests/multi/functional",
-        "--ignore=tests/multi/cli/test_pages.py",  # their figures are those of the pinned torch
+        "--ignore=tests/multi/cli/test_pages.py",  # their figures are for the pinned torch
     ),
     "build": ("tests/build",),
     "backend": ("tests/multi/process_group", "tests/conformance"),
@@ -76,7 +76,7 @@ def commit() -> str:
 
 
 def run(parts: list[str]) -> int:
-    """Run parts and note what they came to; the number of tests that failed."""
+    """Run parts, note their results, and return the number of failed tests."""
     import torch
     import triton
 
@@ -127,7 +127,6 @@ def results() -> list[dict[str, Any]]:
 
 
 def in_page(page: str, made: str) -> str:
-    """``page`` with ``made`` in the place of its table."""
     before, _, rest = page.partition(HEAD)
     after = rest[rest.index("\n\n") + 1 :]
     return before + made + after

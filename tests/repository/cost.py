@@ -1,12 +1,12 @@
 """Processor seconds of the tests, by file: ``python tests/repository/cost.py [options of pytest]``.
 
-    own         of the process that runs the tests: imports, simulated ranks, interpreted kernels
-    compilers   of processes that compile kernels, with their tools
-    processes   of all other processes that the tests start: ranks, commands, scripts
+    own         the process that runs the tests: imports, simulated ranks, interpreted kernels
+    compilers   processes that compile kernels, with their tools
+    processes   all other processes that the tests start: ranks, commands, scripts
     waiting     seconds in which none of these ran
     tests       how many
 
-Below the table stand the sum, and the seconds of the whole run with all that it started. Run it after
+Below the table are the sum, and the seconds of the whole run with all of its processes. Run it after
 ``make .venv/test`` on a quiet machine. Empty ``~/.triton`` first to measure with cold caches.
 """
 
@@ -27,13 +27,13 @@ from typing import Any
 import pytest
 
 FOLDER = "TESTS_COST_FOLDER"
-SET_CHILD_SUBREAPER = 36  # of prctl
+SET_CHILD_SUBREAPER = 36  # an option of prctl
 COMPILER = b"compiler/start.py"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _statistics() -> dict[int, tuple[int, float]]:
-    """The parent and the processor seconds of every process, those of its ended children included."""
+    """Return the parent and the processor seconds of every process, including its ended children."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -45,7 +45,6 @@ def _statistics() -> dict[int, tuple[int, float]]:
 
 
 def _tree(root: int) -> dict[int, float]:
-    """The processor seconds of the process and of all its descendants."""
     known = _statistics()
     below = defaultdict(list)
     for pid, (parent, _) in known.items():
@@ -60,7 +59,7 @@ def _tree(root: int) -> dict[int, float]:
 
 
 class Meter:
-    """Of a process that runs tests: writes a line for each file."""
+    """A meter of a process that runs tests; it writes a line for each file."""
 
     def __init__(self, folder: str) -> None:
         self._file = open(pathlib.Path(folder, f"{os.getpid()}.json"), "w")  # noqa: SIM115
@@ -76,7 +75,7 @@ class Meter:
         return time.monotonic(), own, sum(self._compilers.values()), sum(tree.values()) - own
 
     def sample(self, pid: int) -> None:
-        """Note what a compiling process has used."""
+        """Note the processor seconds of a compiling process."""
         try:
             command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

@@ -1,9 +1,11 @@
-"""The GitHub Action and the pre-commit hook do what they say: their commands are run here."""
+"""Commands of the GitHub Action, of the pre-commit hook, and of rarely used targets of the Makefile."""
 
 import json
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,7 +27,7 @@ LITTLE = "--ranks 2 --seeds 1 --schedules 1"
 
 
 def run(script: str, folder: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A step, as a runner has bash run it, with this Python."""
+    """Run a step as a runner's bash does, with this Python."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     if not (programs / "python").exists():
@@ -81,3 +83,16 @@ def test_the_hook_is_a_command(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(FILE)
     done = run(f"{entry} kernel.py::quiet {LITTLE}", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_format_mends_what_lint_refuses(tmp_path: pathlib.Path) -> None:
+    for file in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / "code.py").write_text("import sys\nimport os\nprint( os.name,sys.path )\n")
+    here = ("-o", ".venv/test", f"PY={sys.executable}")  # and no .venv
+    done = subprocess.run(
+        [*shlex.split("make format"), *here], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    mended = "import os\nimport sys\n\nprint(os.name, sys.path)\n"
+    assert (tmp_path / "code.py").read_text() == mended

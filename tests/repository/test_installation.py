@@ -31,7 +31,7 @@ print(known, interlace.__file__.startswith(sys.prefix), interlace.run(layer, 2))
 
 
 def call(*command: object, cwd: pathlib.Path) -> str:
-    """What a command prints; it finds interlace only where it is installed."""
+    """Return the output of a command, which finds only an installed interlace."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=clean, capture_output=True, text=True
@@ -41,14 +41,14 @@ def call(*command: object, cwd: pathlib.Path) -> str:
 
 
 def backend(step: str, *, source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
-    """Build with the backend that pyproject.toml names, as pip and build do, without an index."""
+    """Build with the backend of pyproject.toml without an index, as pip and build do."""
     code = f"from setuptools import build_meta; print(build_meta.{step}({str(out)!r}))"
     return out / call(sys.executable, "-c", code, cwd=source).split()[-1]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """From the repository to an sdist, which is unpacked."""
+    """Make an sdist of the repository, and unpack it."""
     folder = tmp_path_factory.mktemp("distributions")
     shutil.copytree(ROOT, folder / "repository", symlinks=True, ignore=LEFT_OUT)
     for hidden in (".ci", ".github"):
@@ -132,7 +132,7 @@ def test_an_index_would_take_it(source: pathlib.Path, tmp_path: pathlib.Path) ->
 
 
 def new_environment(folder: pathlib.Path, project: pathlib.Path, command: str) -> pathlib.Path:
-    """The Python of one to which torch and so on are lent, not interlace, and in which ``command`` ran."""
+    """Make an environment with the same torch but no interlace, run ``command``, return its Python."""
     venv.create(folder / "new", symlinks=True)
     python = folder / "new/bin/python"
     inside = call(
@@ -149,7 +149,7 @@ def new_environment(folder: pathlib.Path, project: pathlib.Path, command: str) -
 
 @thorough
 def test_type_checkers_follow_an_editable_installation(tmp_path: pathlib.Path) -> None:
-    """As the Makefile makes it; they do not see what an import hook finds."""
+    """The Makefile installs this way; type checkers cannot see modules behind an import hook."""
     pytest.importorskip("mypy")
     shutil.copytree(ROOT, tmp_path / "repository", symlinks=True, ignore=LEFT_OUT)
     python = new_environment(tmp_path, tmp_path / "repository", "pip install -e .")

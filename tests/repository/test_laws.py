@@ -68,7 +68,7 @@ def pointer_tuples(source: str) -> list[str]:
 
 
 def foreign_calls(source: str) -> list[str]:
-    """Law 10: inline asm and extern calls sit behind an `if` whose every name is UPPER_CASE."""
+    """Law 10: inline asm and extern calls are under an `if` whose names are all UPPER_CASE."""
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
@@ -95,13 +95,13 @@ def foreign_calls(source: str) -> list[str]:
 
 
 def memory_ordering(source: str) -> list[str]:
-    """Law 11: atomics, and `sem=` or `scope=` of any call, are named in kernels/signal.py only."""
+    """Law 11: only kernels/signal.py names atomics, `sem=` and `scope=`."""
     found: list[str] = []
     if not re.search(r"atomic_|\b(sem|scope)\b", source):
         return found
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("atomic_"):
-            # The runtime may name the interpreter's own atomics, which are no device code.
+            # The runtime may name the interpreter's own atomics, which are not device code.
             if ast.unparse(node.value) in ("tl", "tl.core", "triton.language"):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton"):
@@ -116,7 +116,7 @@ def memory_ordering(source: str) -> list[str]:
 
 
 def kernel_docstrings(source: str) -> list[str]:
-    """Law 12: a kernel (jitted, named *_kernel) says its ordering and shows an example."""
+    """Law 12: a kernel (jitted, named *_kernel) states its ordering and shows an example."""
     found = []
     for function in jitted(source):
         if function.name.endswith("_kernel"):
@@ -128,7 +128,7 @@ def kernel_docstrings(source: str) -> list[str]:
 
 
 def long_parameter_lists(source: str) -> list[str]:
-    """What belongs together travels together (``kernels/arguments.py``): few parameters are left."""
+    """Related parameters travel together (``kernels/arguments.py``), so that few are left."""
     return [
         f"line {function.lineno}: {function.name} has {len(function.args.args)} parameters"
         for function in ast.walk(ast.parse(source))
@@ -156,7 +156,7 @@ def test_law_10_no_foreign_calls_in_the_interpreter() -> None:
 
 
 def test_words_that_carry_their_flag_order_nothing() -> None:
-    """Data and flag are one word; whoever relies on an order uses publish and wait."""
+    """Data and flag are one word; code that relies on an order uses publish and wait."""
     source = SIGNAL.read_text()
     names = {"store_words", "look_for_words", "count_program"}
     parts = [ast.get_source_segment(source, f) or "" for f in jitted(source) if f.name in names]

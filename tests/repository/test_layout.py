@@ -1,17 +1,21 @@
-"""The layout that ``house.py`` plans is what is there: who imports whom, no circles, no crowded folder.
+"""The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``.
 
 Each check is a function over a graph or over text, and has a negative control.
 """
 
 import ast
 import functools
+import os
 import pathlib
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
 
 import pytest
 
 import house
+from tiers import thorough
 
 FILES = house.sources()
 TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items()}
@@ -42,7 +46,7 @@ def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
 
 
 def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
-    """What a folder of the plan may import and does not."""
+    """Return the permitted imports of a folder of the plan that it does not have."""
     return [
         f"{folder} -> {name}"
         for folder, allowed in plan.items()
@@ -52,7 +56,7 @@ def unused(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
 
 
 def upward(plan: dict[str, str]) -> list[str]:
-    """What a folder of the plan may import although it comes further down, or nowhere."""
+    """Return the permitted imports of a folder that are later in the plan, or not in it."""
     above: set[str] = set()
     found = []
     for folder, allowed in plan.items():
@@ -74,7 +78,7 @@ def named(text: str) -> tuple[list[str], list[str]]:
 
 
 def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
-    """What names several classes, or a class and another type, in all files; or such of ``words``."""
+    """Return names of several classes, or of a class and another type, in all files; or only ``words``."""
     found = [named(text) for text in texts]
     names = Counter(name for both in found for some in both for name in some)
     return sorted(
@@ -83,7 +87,7 @@ def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
 
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
-    """Statements of an ``__init__.py`` beside its docstring, and its imports and ``__all__``."""
+    """Return statements of an ``__init__.py`` beside its docstring, imports and ``__all__``."""
     first, *rest = house.parsed(text).body
     assert isinstance(first, ast.Expr), "no docstring"
     if may_hand_on:
@@ -177,3 +181,73 @@ def test_graph_and_picture_are_of_this_list() -> None:
     assert f"```\n{house.graph_text()}```" in (house.ROOT / "docs/explanation/house.md").read_text()
     picture = (house.ROOT / "docs/images/house.svg").read_text()
     assert picture == house.drawing(), "python tests/house.py --draw"
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+SAID = "need the package interlace_verify, which comes with interlace and is not installed"
+PROGRAM = """
+import importlib, pkgutil, sys
+import interlace, torch, triton, triton.language as tl
+from interlace.cli import main
+
+@triton.jit
+def inline_kernel(out):
+    lane = tl.arange(0, 4)
+    value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [lane], tl.int32, True, 1)
+    tl.store(out + lane, value)
+
+def step():
+    x, w = torch.ones(4, 8), torch.ones(8, 3)
+    interlace.all_reduce(x)
+    return interlace.all_gather_matmul(x, w)[0, 0].item()
+
+assert interlace.run(step, 2) == [16.0, 16.0]
+for module in pkgutil.walk_packages(interlace.__path__, "interlace."):
+    if module.name not in ("interlace.verify", "interlace.__main__"):
+        importlib.import_module(module.name)
+assert not [name for name in sys.modules if name.startswith("interlace_verify")]
+# a jitted function that exists twice, also as one of `kernels`, is compiled and cached twice
+assert not {"kernels", "runtime"} & {name.partition(".")[0] for name in sys.modules}
+for name, needs in {
+    "module": lambda: interlace.verify,
+    "place": lambda: interlace.run(step, 2, place="ptx"),
+    "kernel": lambda: interlace.run(lambda: inline_kernel[(1,)](torch.zeros(4, dtype=torch.int32)), 1),
+}.items():
+    try:
+        needs()
+    except interlace.InterlaceError as error:
+        print(name, error)
+assert main.run(["verify", "all"]) == 2
+"""
+
+
+@pytest.fixture
+def hidden(tmp_path: pathlib.Path) -> dict[str, str]:
+    """Return the environment of processes that cannot import the package."""
+    there = tmp_path / "interlace_verify/__init__.py"
+    there.parent.mkdir()
+    there.write_text("raise ModuleNotFoundError('not installed', name=__name__)\n")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT / "python", ROOT / "tests", ROOT)))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_it_is_missed_only_by_what_needs_it(hidden: dict[str, str], tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run(hidden, str(program))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if SAID in line]
+    assert [line.split()[0] for line in said] == ["module", "place", "kernel"], done.stdout
+    assert SAID in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+
+
+@thorough
+@pytest.mark.parametrize("folder", ["ops"])
+def test_what_needs_it_not_passes_without(hidden: dict[str, str], folder: str) -> None:
+    done = run(hidden, "-m", "pytest", "-q", "--tb=short", f"tests/{folder}")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

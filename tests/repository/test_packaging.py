@@ -78,7 +78,7 @@ def eager_greenlet(source: str) -> list[str]:
 
 
 def form_faults(source: str) -> list[str]:
-    """What is wrong with the outer form of one file."""
+    """Return the faults in the outer form of one file."""
     faults = []
     if (lines := source.count("\n")) > MAX_LINES:
         faults.append(f"{lines} lines, more than {MAX_LINES}")
@@ -105,7 +105,7 @@ def folder_packages() -> dict[str, str]:
 
 
 def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
-    """pytest skips folders named build, dist and others unless it is told not to."""
+    """pytest skips folders with names like build and dist by default."""
     if request.config.args != ["tests"]:
         pytest.skip("only a part of the tests was asked for")
     collected = request.config.stash[order.FILES]
@@ -173,9 +173,8 @@ def test_greenlet_is_lazy() -> None:
 @thorough
 @pytest.mark.parametrize("control", ["", "gc.disable = lambda: None"])
 def test_importing_looks_through_nothing_of_torch(control: str) -> None:
-    """A full collection takes longer than the imports, and finds nothing; also brings no compilers along.
-
-    Without this ``import interlace`` took 1.25 times the processor time of ``import torch``, with it 1.13.
+    """A full collection takes longer than the imports and finds nothing. With it ``import interlace`` took
+    1.25 times the processor time of ``import torch``, without it 1.13.
     """
     code = f"""
 import gc, sys, torch

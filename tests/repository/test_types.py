@@ -21,7 +21,7 @@ SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 
 
 def complaints(folder: pathlib.Path, *command: str) -> set[int]:
-    """Lines of the script that a checker, run in ``folder``, finds wrong."""
+    """Return the lines of the script that a checker, run in ``folder``, rejects."""
     shutil.copy(SCRIPT, folder / "script.py")
     done = subprocess.run(
         [sys.executable, "-m", *command, "script.py"], cwd=folder, capture_output=True, text=True
@@ -37,7 +37,7 @@ def wrong() -> set[int]:
 
 
 def test_the_stubs_are_those_of_today() -> None:
-    """``python tests/stubs.py`` writes them."""
+    """``python tests/stubs.py`` writes the stubs."""
     for path, text in stubs.stubs().items():
         assert path.read_text() == text, f"{path}: run python tests/stubs.py"
 

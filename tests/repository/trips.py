@@ -1,11 +1,11 @@
 """Trips: the files that a fused op passes on its way to its kernel, and ``dist.all_reduce`` all the way.
 
-Each is a warm call on rank 0 of two; of several like it the one that passed the fewest files, as a rank
-that has to wait for its peer passes more. A file counts when a function of it is entered; a change is an
-entry into another file than that of the entry before. The way to the kernel ends where its launch is
-entered, which counts. With a gradient the trip goes on behind the launch, for the call is recorded there;
-its backward, in the thread of autograd, is not part of it. What the fake GPU calls to play one does not
-count. Needs Python 3.11.
+Each is a warm call on rank 0 of two. The one with the fewest files of several such calls counts, because a
+rank that has to wait for its peer passes more. A file counts if one of its functions is entered. A change
+is an entry into another file than the file of the last entry. The way to the kernel ends with the entry of
+its launch, which counts. With a gradient the trip continues after the launch, because the call is recorded
+there; its backward, in autograd's thread, is not part of it. Calls of the fake GPU's own code do not count.
+Needs Python 3.11.
 """
 
 import pathlib
@@ -33,9 +33,9 @@ Trip = list[str]
 
 
 def taken(call: Callable[[], Any], end: str = "", *, beyond: bool = False) -> Trip:
-    """The trip of ``call``, up to the first entry of this repository's function ``end``.
+    """Return the trip of ``call`` up to the first entry of this repository's function ``end``.
 
-    ``beyond``: all the way, without what is called within ``end``.
+    With ``beyond`` it goes all the way, without the calls within ``end``.
     """
     trip: Trip = []
     within: list[Any] = []
@@ -98,7 +98,6 @@ def all_reduce(file: str) -> Trip:
 
 
 def trips() -> dict[str, Trip]:
-    """By what is called."""
     found = {
         "all_gather_matmul, shm": interlace.run(fused, 2, "run_interpreted", place="shm")[0],
         "the same with a gradient": interlace.run(

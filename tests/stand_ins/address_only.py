@@ -1,9 +1,8 @@
 """Kernels run by address only: nothing is allocated, every address is checked.
 
-Programs run in the interpreter with loads that give zeros, stores that go nowhere and waits that are
-served, while each address must lie in the tensor or workspace it belongs to, and no int32 sum or
-product may wrap. Loop variables have the types that the compiler gives them, and long loops do their
-first and last steps only.
+Programs run in the interpreter. Loads give zeros, stores go nowhere, and waits end at once. Each address
+must lie in the right tensor or workspace, and no int32 sum or product may wrap. Loop variables have the
+types that the compiler gives them, and long loops do their first and last steps only.
 """
 
 import builtins
@@ -42,7 +41,7 @@ SPACING = 1 << 42
 
 @dataclass
 class Fake:
-    """A tensor as far as a kernel argument needs one."""
+    """A tensor with all that a kernel argument needs."""
 
     address: int
     dtype: torch.dtype
@@ -53,7 +52,7 @@ class Fake:
 
 @dataclass
 class Memory:
-    """What may be touched: (first byte, last byte + 1) of fake tensors and of real tables."""
+    """The permitted memory: (first byte, last byte + 1) of fake tensors and of real tables."""
 
     extents: list[tuple[int, int]] = field(default_factory=list)
     real: list[tuple[int, int]] = field(default_factory=list)
@@ -71,13 +70,13 @@ class Memory:
 
 
 class Checker:
-    """Interpreter hooks that look at addresses instead of memory."""
+    """Interpreter hooks that check addresses and access no memory."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.bad, self.touched = memory, [], 0
 
     def _check(self, what: str, pointers: Any, mask: Any) -> bool:
-        """Whether this access is to a real table and has to be done."""
+        """Return whether this access is to a real table and has to be done."""
         addresses = pointers.data.astype(np.int64).ravel()
         if mask is not None:
             addresses = addresses[np.broadcast_to(mask.data, pointers.data.shape).ravel()]
@@ -147,7 +146,7 @@ def typed_range(*bounds: Any, **hints: Any) -> Iterator[Any]:
 
 
 def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
-    """Run the first and the last few of ``tiles`` programs, so many that each has about one tile."""
+    """Run the first and the last few of ``tiles`` programs, each with about one tile."""
     checker, arguments = Checker(memory), dict(launch.arguments)
     kept = {}
 

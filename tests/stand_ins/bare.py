@@ -1,6 +1,6 @@
 """Python as on a machine for GPUs, where little is installed: the rest is hidden from this project.
 
-What a package that is there imports for itself is its own affair.
+Imports by installed packages themselves are not hidden.
 """
 
 import builtins
@@ -24,7 +24,7 @@ def _is_there(name: str) -> bool:
 
 
 def refuse() -> None:
-    """From now on imports by this project of anything else fail, and it is not installed itself."""
+    """Let further imports of other packages by this project fail, and hide its installation."""
     take, find = builtins.__import__, importlib.util.find_spec
     distribution = importlib.metadata.distribution
 

@@ -1,28 +1,28 @@
-"""A GPU that is not there, for the logic of the host: streams, events, graph captures, memory that is gone.
+"""A fake GPU for the logic of the host: streams, events, graph captures, memory that is freed too early.
 
-The driver and ``torch.cuda`` are replaced; interlace's own code is not. A stream is a queue. What is
-enqueued runs later, when somebody synchronizes or when the device feels like it: an item at the head of
-some stream, which one is drawn from a seed. Tensors are the CPU's.
+The driver and ``torch.cuda`` are replaced; interlace's own code is not. A stream is a queue. Enqueued items
+run later: when the host synchronizes, or at random times. A seed draws the stream whose first item runs
+next. Tensors are the CPU's.
 
-What is as on a GPU, so that a fault in the host's logic shows:
+These parts behave as on a GPU, so that a fault in the host's logic shows:
 
 =====================  ==============================================================================
 order                  by stream and event only; a wait that never ends is a ``DeviceHang``
 kernels                get addresses, and are written down in ``fake_kernels.py`` as generators that
-                       yield what they wait for
+                       yield their conditions
 memory                 an item on the stream that was current uses a tensor safely, however soon it is
                        dropped, as with the caching allocator; on another stream that is ``UseAfterFree``
 captures               events from outside, queries, synchronization and unjoined streams are errors;
                        a replay runs the same addresses and values again
 stream memory ops      write words of memory, with the values they were given
 multiprocessors        if their number is given, a kernel begins when all its programs have one, and keeps
-                       them to its end; each rank has a GPU of its own
+                       them to its end; each rank has a GPU
 connections            if their number is given, streams share so many hardware queues (``fake_queues.py``),
                        torch's streams come from its pool, copy engines are busy at times, and a first
-                       use waits for all that was enqueued before: a kernel that is loaded
+                       use waits for all earlier items: a kernel is loaded
 =====================  ==============================================================================
 
-``do(function)`` is torch code of the user on the current stream: what a test fills or reads.
+``do(function)`` is torch code of the user on the current stream: a test fills or reads tensors by it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """``torch.cuda.CUDAGraph``, as far as used."""
+    """``torch.cuda.CUDAGraph`` with the used methods."""
 
     def __init__(self) -> None:
         self._capture: Capture | None = None
@@ -133,7 +133,7 @@ class FakeGraph:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[FakeGraph]:
-    """A graph of what is called in the block; an error leaves the capture open, as in torch."""
+    """Capture the calls of the block in a graph; an error leaves the capture open, as in torch."""
     graph = FakeGraph()
     graph.capture_begin()
     yield graph
@@ -144,18 +144,17 @@ installed: FakeGpu | None = None
 
 
 def gpu() -> FakeGpu:
-    """The one that is installed."""
     assert installed is not None
     return installed
 
 
 def end_current_stream() -> None:
-    """Wait until all that is enqueued on the current stream is over."""
+    """Wait until all work on the current stream has ended."""
     gpu().synchronize(gpu().current)
 
 
 class FakeGpu:
-    """The device. ``seed`` draws the order in which streams go on; ``eager`` how soon."""
+    """The device. ``seed`` draws the order of streams; ``eager`` is the chance that work starts at once."""
 
     def __init__(
         self,
@@ -206,11 +205,10 @@ class FakeGpu:
 
     @property
     def _context(self) -> int:
-        """The process of the host that asks; virtual ranks are threads of one."""
+        """Return the process of the calling thread; virtual ranks are threads of one process."""
         return 0 if self.let_hosts_run is None else threading.get_ident()
 
     def pooled_stream(self, priority: int) -> int:
-        """One of torch's."""
         if self._hardware is None:
             return self.new_stream()
         pooled = self._hardware.of_the_pool(self._context, priority)
@@ -221,14 +219,14 @@ class FakeGpu:
         return handle
 
     def alarm_stream(self) -> FakeStream:
-        """In place of ``driver.alarm_stream``: one per process, not of torch's pool."""
+        """Replaces ``driver.alarm_stream``: one stream per process, not from torch's pool."""
         context = self._context
         if context not in self._alarms:
             self._alarms[context] = self.new_stream()
         return FakeStream(handle=self._alarms[context])
 
     def first_use(self) -> None:
-        """A kernel is loaded, or memory made: the process waits for all that it has enqueued."""
+        """Load a kernel or make memory: the process waits for all of its enqueued work."""
         if self._hardware is None or self.captures_under_way():
             return
         own = threading.get_ident()
@@ -256,7 +254,7 @@ class FakeGpu:
         return next((each for each in self._captures if handle in each.streams), None)
 
     def captures_under_way(self) -> bool:
-        """By this thread: a rank's captures are no matter for the others."""
+        """Return the captures of this thread; captures of other ranks do not count."""
         return any(capture.thread == threading.get_ident() for capture in self._captures)
 
     def enqueue(
@@ -314,7 +312,7 @@ class FakeGpu:
     # -- running -------------------------------------------------------------------------------
 
     def _step(self, handle: int, queue: list[Item]) -> bool:
-        """Let the head of a stream go on; False if it cannot."""
+        """Execute the head of a stream; return False if it must wait."""
         item, hardware = queue[0], self._hardware
         if hardware is not None and not hardware.may_go_on(handle, item):
             return False
@@ -333,9 +331,9 @@ class FakeGpu:
         return True
 
     def _fits(self, queue: list[Item], item: Item) -> bool:
-        """Whether all of a kernel's programs find a multiprocessor, where their number is limited."""
+        """Return whether all programs of a kernel find a multiprocessor, if their number is limited."""
         handles = {id(each): handle for handle, each in self._queues.items()}
-        owner = self._owners.get(handles[id(queue)])  # a rank has a GPU of its own
+        owner = self._owners.get(handles[id(queue)])  # each rank has one GPU
         used = sum(
             each[0].programs
             for handle, each in self._queues.items()
@@ -399,7 +397,7 @@ class FakeGpu:
         return any(_has(capture.streams[handle], marker) for handle in capture.joined)
 
     def replay(self, capture: Capture) -> None:
-        """Enqueue what was captured, after what is on the current stream and before what follows."""
+        """Enqueue the captured work on the current stream."""
         markers = [item.marker for _, item in capture.items if item.marker is not None]
         start = self.mark(self.current)
 
@@ -422,7 +420,7 @@ class FakeGpu:
     # -- memory --------------------------------------------------------------------------------
 
     def know(self, tensor: torch.Tensor) -> None:
-        """A launch is about to be given an address within the memory of ``tensor``."""
+        """Note that a launch gets an address within the memory of ``tensor``."""
         storage = tensor.untyped_storage()
         self._known = {
             start: known for start, known in self._known.items() if not known[1].expired()
@@ -436,7 +434,7 @@ class FakeGpu:
         raise UseAfterFree(f"nobody has memory at {address:#x}")
 
     def lease(self, handle: int, forms: dict[int, Form]) -> tuple[Lease, fake_kernels.Memory]:
-        """For an item on stream ``handle``: a function from address to tensor, when it runs."""
+        """Return a function from address to tensor for the run of an item on stream ``handle``."""
         owners = {address: self._owner(address) for address in forms}
         lease = Lease(self.current, list(owners.values()))
         if handle == self.current or self.capture_of(handle) is not None:
@@ -459,7 +457,7 @@ class FakeGpu:
         return lease, tensor
 
     def torch_code(self, stream: FakeStream | None, function: Callable[[], Any]) -> None:
-        """In place of ``cuda_stream.run_on``."""
+        """Replaces ``cuda_stream.run_on``."""
         handle = self.current if stream is None else stream.cuda_stream
         code = getattr(function, "__code__", None)
         copies = code is not None and "copy_" in code.co_names
@@ -475,7 +473,7 @@ class FakeGpu:
         self.enqueue(handle, "torch", steps)
 
     def do(self, function: Callable[[], Any]) -> None:
-        """Torch code of the user on the current stream."""
+        """Run torch code of the user on the current stream."""
         self.torch_code(None, function)
 
     # -- kernels and words ---------------------------------------------------------------------

@@ -28,7 +28,7 @@ REPEAT = Plans._repeat
 
 
 class FakeKernel:
-    """Triton's ``CompiledKernel``, as far as used."""
+    """Triton's ``CompiledKernel`` with the used attributes."""
 
     metadata = SimpleNamespace(global_scratch_size=0, num_ctas=1)
     function = packed_metadata = None
@@ -52,7 +52,7 @@ class FakeKernel:
 
 
 class FakeWords:
-    """``driver.Driver``."""
+    """A stand-in for ``driver.Driver``."""
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)
@@ -60,20 +60,20 @@ class FakeWords:
 
 @contextmanager
 def installed(gpu: FakeGpu, *replacements: Replacement) -> Iterator[FakeGpu]:
-    """``gpu`` is there, and the values of ``replacements``, until the block ends."""
+    """Install ``gpu`` and the values of ``replacements`` until the block ends."""
     with replaced(*_of(gpu)), replaced(*replacements):
         yield gpu
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
-    """``gpu`` is there until ``monkeypatch`` ends."""
+    """Install ``gpu`` until ``monkeypatch`` ends."""
     for owner, name, value in _of(gpu):
         monkeypatch.setattr(owner, name, value)
     return gpu
 
 
 def _of(gpu: FakeGpu) -> list[Replacement]:
-    """What ``gpu`` stands in the place of; it is the one that streams and events ask."""
+    """Return the replacements that streams and events use of ``gpu``."""
     fake_cuda.installed = gpu
     cuda_stream._external.cache_clear()
     recorder._inside.cache_clear()  # no call site is here
@@ -122,7 +122,7 @@ def _of(gpu: FakeGpu) -> list[Replacement]:
 
 
 def _noting_launches(gpu: FakeGpu) -> list[Replacement]:
-    """Let ``gpu`` know what the addresses of a launch stand for."""
+    """Tell ``gpu`` the tensors at the addresses of a launch."""
     prepare, again, run = ORIGINALS
 
     def preparing(

@@ -1,13 +1,12 @@
 """An emulator of the part of Gluon that kernels use whose warps have roles.
 
 Triton has no interpreter for Gluon. Here the text of the kernel's files is run as Python: each role is a
-coroutine, and whoever may go on next is drawn from a seed. Everything asynchronous is as late as is
-allowed: a TMA load arrives at some time between its issue and the end of what waits for it, a product reads
-its operands when it is waited for, a TMA store reads its own when that is waited for, and has arrived
-when that is. A place that is written again too early, read too early, or never given free is a wrong result
-or a deadlock.
+coroutine, and a seed draws the next role. Everything asynchronous is as late as allowed. A TMA load arrives
+at some time between its issue and the end of a wait for it. A product reads its operands when it is
+awaited. A TMA store reads its source when that read is awaited, and arrives when its arrival is awaited. A
+place that is written or read too early, or never freed, is a wrong result or a deadlock.
 
-What it does not know: proxies, threads of a role, layouts. Those are for lint and the SASS.
+The emulator has no proxies, threads of a role, and layouts. Lint and the SASS check these.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ TILES = Tiles(BLOCK_M, BLOCK_N, BLOCK_K, 2, "kn", "ieee", True, True, True, Fals
 
 
 def text_of(op: str) -> str:
-    """The kernel's file, and what it has in common with others, last: that stands for what is imported."""
+    """Return the text of the kernel's file, followed by the shared functions that it imports."""
     return "".join((FOLDER / f"{name}.py").read_text() for name in (f"{op}_roles", "warp_roles"))
 
 
 class DeadlockError(Exception):
-    """No role can go on, and nothing is under way."""
+    """Raised if no role can continue and no event is pending."""
 
 
 class Scheduler:
-    """Roles, and events that happen at some time, ``rare`` ones late: the seed draws what is next."""
+    """Runs roles and timed events, ``rare`` ones late; the seed draws the next one."""
 
     def __init__(self, seed: int) -> None:
         self.random, self.events, self.rare = random.Random(seed), [], []
         self.blocked: list[tuple[Any, Callable[[], bool]]] = []
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Let others run, also if it holds already."""
+        """Let others run until the condition holds, at least once."""
         self.blocked.append((greenlet.getcurrent(), condition))
         greenlet.getcurrent().parent.switch()
 
@@ -105,7 +104,7 @@ class Memory:
 
 
 class Place:
-    """A tile in shared memory; ``order`` as it is looked at."""
+    """A tile in shared memory; ``order`` is the view of its dimensions."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -118,7 +117,7 @@ class Place:
 
 
 class Pointer:
-    """Into a flat tensor."""
+    """A pointer into a flat tensor."""
 
     dtype = FLOAT
 
@@ -130,14 +129,14 @@ class Pointer:
 
 
 class Sums:
-    """Accumulators, with products that are under way: they read their operands when waited for."""
+    """Accumulators with products in flight, which read their operands when they are awaited."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.tensor, self.under_way = torch.zeros(shape), []
 
     @classmethod
     def of(cls, acc: Sums | torch.Tensor) -> Sums:
-        """``acc``, or new ones with what it has: a sum that was waited for goes on as accumulators."""
+        """Return ``acc``, or new accumulators with the values of an awaited sum."""
         if isinstance(acc, Sums):
             return acc
         made = cls(tuple(acc.shape))
@@ -156,7 +155,7 @@ class Sums:
 
 
 class Descriptor:
-    """A tensor map. Made anew at the same line, it is in the same memory."""
+    """A tensor map. A new one from the same line is at the same address."""
 
     made: ClassVar[dict[Any, Descriptor]] = {}
 
@@ -169,7 +168,7 @@ class Descriptor:
         return one
 
     def window(self, corner: Any) -> tuple[torch.Tensor, list[int]]:
-        """What there is of the block, and how much of it."""
+        """Return the existing part of the block, and its size."""
         first = [int(each) for each in corner]
         there = [
             max(0, min(b, s - f)) for b, s, f in zip(self.block, self.shape, first, strict=True)
@@ -186,7 +185,7 @@ def _code(text: str) -> Any:
 
 
 class Program:
-    """One program of a kernel: what is under way in it, and the names that its text finds."""
+    """One program of a kernel: its work in flight, and the names of its text."""
 
     def __init__(self, seed: int, program: int, programs: int) -> None:
         self.scheduler, self.stores, self.arriving = Scheduler(seed), [], []
@@ -202,14 +201,14 @@ class Program:
         self.scheduler.events.append(event)
 
     def read_stores(self, left: int = 0) -> None:
-        """Until stores have read what they store."""
+        """Wait until stores have read their sources."""
         while self.stores:
             descriptor, corner, place = self.stores.pop(0)
             data, (height, width) = descriptor.window(corner)
             self.arriving.append((data, place.tensor[:height, :width].reshape(data.shape).clone()))
 
     def complete_stores(self, compiled: bool = True) -> None:
-        """Until stores have arrived."""
+        """Wait until stores have arrived."""
         self.read_stores()
         while self.arriving:
             data, stored = self.arriving.pop(0)
@@ -221,7 +220,7 @@ class Program:
         self.complete_stores()
 
     def run(self, text: str, kernel: str, known: dict[str, Any], *arguments: Any) -> None:
-        """``known``: what stands for functions of other files, and for constants."""
+        """``known``: replacements for functions of other files, and for constants."""
         names: dict[str, Any] = {}
         exec(_code(text), names)
         names |= self._gluon() | known

@@ -1,8 +1,8 @@
-"""Ranks that are processes with a GPU each, played by threads that take turns on the fake GPU.
+"""Ranks that are processes with a GPU each, replaced by threads that take turns on the fake GPU.
 
-``run(function, world_size, gpu)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place,
-on a host that is threads, with memory that is the CPU's, and a watchdog that looks when it is told to.
-Under ``@gpu_ranks(world_size)`` the body of a test is what runs on every rank.
+``run(function, world_size, gpu)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place
+with threads for processes and the CPU's memory. Its watchdog looks only when a test calls it. With
+``@gpu_ranks(world_size)`` the body of a test runs on every rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def let_others_run(turns: Turns) -> None:
 
 
 class ThreadHost:
-    """What ``DeviceProcessPlace`` asks of its ``processes``."""
+    """The ``processes`` of a ``DeviceProcessPlace``, for ranks that are threads."""
 
     name = "shm"
     direct_access = True
@@ -108,7 +108,7 @@ class ThreadHost:
 
 
 def on_hosts(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
-    """Run ``function`` with the host of every rank, without a place; what it returned, by rank."""
+    """Run ``function`` with the host of every rank, without a place; return the results by rank."""
     turns = Turns(world_size, 300.0)
     return run_threads(
         lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
@@ -121,7 +121,7 @@ class ThreadPlace(DeviceProcessPlace):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        known = self.processes.turns.residencies  # a rank, which is a thread, has a GPU of its own
+        known = self.processes.turns.residencies  # each rank, which is a thread, has one GPU
         return residency(threading.current_thread(), self.program_limit + 1, known)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -136,21 +136,18 @@ class ThreadPlace(DeviceProcessPlace):
 
 
 def own_place() -> DeviceProcessPlace:
-    """The place of the rank that asks."""
     place = default_group().place
     assert isinstance(place, DeviceProcessPlace)
     return place
 
 
 def own_plans() -> Plans:
-    """The plans of the rank that asks."""
     plans = default_group().plans
     assert isinstance(plans, Plans)
     return plans
 
 
 def look() -> None:
-    """Let the watchdog of this rank look."""
     place = own_place()
     place._watched().look(place)
 
@@ -162,7 +159,7 @@ def run(
     *replacements: Replacement,
     timeout: float = 300.0,
 ) -> list[Any]:
-    """Run ``function`` on every rank of ``gpu``, or of what is installed; what it returned, by rank."""
+    """Run ``function`` on every rank of ``gpu``, or of the installed one; return the results by rank."""
     if gpu is not None:
         with installed(gpu, *replacements):
             return run(function, world_size, timeout=timeout)
@@ -198,7 +195,7 @@ def run_virtual(
     gpu: FakeGpu | None = None,
     *replacements: Replacement,
 ) -> list[Any]:
-    """The same on ranks that share a process."""
+    """Run ``function`` on ranks that share a process; return the results by rank."""
     with nullcontext() if gpu is None else installed(gpu, *replacements):
         return interlace.run(function, world_size, place="cuda")
 
@@ -211,7 +208,7 @@ def gpu_ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test's body on every rank of a ``FakeGpu(**options)``; it asserts there.
 
-    ``raises`` is what ``pytest.raises`` returned, of the error that the run has to end with.
+    ``raises`` is the result of ``pytest.raises`` for the error at the end of the run.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -12,15 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class CudaError(RuntimeError):
-    """What CUDA refuses."""
+    """An error that CUDA returns."""
 
 
 class DeviceHang(RuntimeError):
-    """Nothing that was enqueued can go on."""
+    """No enqueued item can continue."""
 
 
 class UseAfterFree(RuntimeError):
-    """An item used memory that its owner had given back."""
+    """An item used memory that its owner had freed."""
 
 
 Steps = Callable[[], Iterator[Callable[[], bool]]]
@@ -38,15 +38,15 @@ class Item:
 
     @property
     def blocks(self) -> bool:
-        """Whether a hardware queue stands still until this is over."""
+        """Return whether a hardware queue stops until this item has ended."""
         return self.label.startswith("wait for")
 
 
 @dataclass(eq=False)
 class Lease:
-    """The memory that an item uses, which was made on stream ``owner``; held where that is safe.
+    """The memory of an item, which was made on stream ``owner``; it is held until a free is safe.
 
-    It is once the owner comes after the item: who frees it then, frees it for what comes later still.
+    A free is safe when the owner stream comes after the item.
     """
 
     owner: int
@@ -61,7 +61,7 @@ class Lease:
 
 @dataclass(eq=False)
 class Marker:
-    """A point in a stream; in a capture, of the recorded stream. It comes after the ``leases``."""
+    """A point in a stream, or in the recorded stream of a capture. It comes after the ``leases``."""
 
     capture: int = 0
     reached: bool = False

@@ -45,7 +45,7 @@ class Arguments:
         return self._values[name]
 
     def tensor(self, name: str, view: View | None = None) -> torch.Tensor:
-        """What was given for ``name``; by shape and strides what lies there of the same memory."""
+        """Return the tensor ``name``, or another view of the same memory by shape and strides."""
         return self._tensor(self._values[name], view)
 
     def lines(self, name: str, count: int, columns: int) -> list[list[int]]:
@@ -63,7 +63,7 @@ class Arguments:
 
     @property
     def void(self) -> bool:
-        """A wait in this channel was given up on this rank, or the group was aborted."""
+        """Return whether a wait in this channel timed out on this rank, or the group was aborted."""
         return bool(word(self.base(self.rank) + ABORT_WORD * WORD).value)
 
     def data(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +90,7 @@ def publish_kernel(a: Arguments) -> Steps:
 
 
 def _wait(a: Arguments, source: int, slot_byte: int, expected: int) -> Steps:
-    """``signal.wait``: bounded by SPIN_LIMIT; who gives up says so and aborts all ranks' channels."""
+    """``signal.wait``: bounded by SPIN_LIMIT; a timeout is recorded and aborts all ranks' channels."""
     header = a.base(a.rank)
     slot, polls = word(header + slot_byte), itertools.count(1)
     most = word(header + SPIN_LIMIT_WORD * WORD).value
@@ -192,7 +192,7 @@ def grouped_matmul_kernel(a: Arguments) -> Steps:
 
 
 def _reduced(a: Arguments, parts: list[torch.Tensor], output: torch.Tensor) -> Steps:
-    """``parts[owner]`` to every owner, a slot per source; the own ones summed into ``output``."""
+    """Send ``parts[owner]`` to every owner, a slot per source, and sum this rank's into ``output``."""
     yield from _contributed(a, parts)
     yield from _summed(a, output)
 
@@ -254,12 +254,12 @@ def matmul_all_reduce_kernel(a: Arguments) -> Steps:
 
 
 def _matrix(a: Arguments, name: str, rows: int, columns: int) -> torch.Tensor:
-    """Dense; own rows may begin where those of all do, so the address does not tell the shape."""
+    """Return a dense matrix. Own rows and all rows may have one address, which gives no shape."""
     return a.tensor(name, ((rows, columns), (columns, 1)))
 
 
 def _norm_own(a: Arguments, parts: list[torch.Tensor]) -> Steps:
-    """``parts[owner]`` to every owner; own rows are summed and normed, and sent on with ``GATHER``."""
+    """Send ``parts[owner]`` to every owner; sum and norm this rank's rows, and send them by ``GATHER``."""
     rows = parts[a.rank].shape[0]
     output, made = (_matrix(a, name, rows, a.N) for name in ("output_ptr", "normed_ptr"))
     yield from _contributed(a, parts)
@@ -283,7 +283,7 @@ def _norm_own(a: Arguments, parts: list[torch.Tensor]) -> Steps:
 
 
 def _gather_rows(a: Arguments, sent: list[tuple[torch.Tensor, int, str]]) -> Steps:
-    """Own rows to all peers, and theirs out of the own workspace into whole results."""
+    """Send this rank's rows to all peers, and copy theirs from the workspace into whole results."""
     lines = a.lines("segments_ptr", a.world_size, 4)
     parts = {owner: (first, rows) for owner, first, rows, _ in lines}
     total = sum(rows for _, rows in parts.values())
@@ -332,7 +332,7 @@ def _all_there(words: torch.Tensor, flag: int) -> Callable[[], bool]:
 
 
 def _exchanged(a: Arguments, own: torch.Tensor) -> Any:
-    """``own`` of every rank, as a tensor each."""
+    """Return ``own`` of every rank, as a tensor each."""
     data = own.reshape(-1).view(torch.uint8)
     count = -(-data.numel() // 4)
     programs = -(-count // a.WORDS)
@@ -363,7 +363,7 @@ def _exchanged(a: Arguments, own: torch.Tensor) -> Any:
 
 
 def _message(a: Arguments, name: str, count: int = 1) -> torch.Tensor:
-    """The bytes of ``count`` messages from pointer ``name`` on."""
+    """Return the bytes of ``count`` messages from pointer ``name`` on."""
     return a.tensor(name).reshape(-1).view(torch.uint8)[: count * a.units * a.UNIT]
 
 

@@ -1,11 +1,11 @@
-"""Hardware queues of a fake GPU: few, in order, and shared by streams that know nothing of each other.
+"""Hardware queues of a fake GPU: few, in order, and shared by independent streams.
 
-CUDA hands what streams enqueue to the GPU through ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 unless the
-environment says otherwise. A queue is in order: a kernel leaves it when it begins, a wait when it is over,
-and what belongs to a stream begins when the stream comes to it. So a wait holds up streams that share its
-queue (head-of-line blocking), and what would end the wait may be among these.
+CUDA passes the work of streams to the GPU through ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 by default. A
+queue is in order. A kernel leaves it when the kernel begins, and a wait leaves it when the wait ends. Work
+begins when its stream comes to it. So a wait holds up streams that share its queue (head-of-line blocking),
+and the work that would end the wait may be in one of them.
 
-torch hands out streams from a pool of 32 per priority; the 33rd is the first again.
+torch takes streams from a pool of 32 per priority; the 33rd is the first again.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 
 POOL = 32
 PRIORITIES = 4  # that torch makes streams for, each in turn
-CONNECTIONS = 0  # of a fake GPU that says none; 0: each stream has a queue of its own
+CONNECTIONS = 0  # for a fake GPU without a number; 0: each stream has its own queue
 
 
 class HardwareQueues:
@@ -30,7 +30,7 @@ class HardwareQueues:
         self._made: dict[Hashable, Iterator[int]] = defaultdict(itertools.count)
 
     def of_the_pool(self, context: Hashable, priority: int) -> tuple[Hashable, int, int]:
-        """Which stream of its pool torch hands out next."""
+        """Return the stream of its pool that torch returns next."""
         urgent = int(priority < 0)
         return context, urgent, next(self._turn[context, urgent]) % POOL
 
@@ -50,18 +50,18 @@ class HardwareQueues:
         self._waiting[self._queue_of.get(handle, (None, 0))].append(item)
 
     def may_go_on(self, handle: int, item: Any) -> bool:
-        """Whether ``item``, the first of its stream, has begun or is at the head of its queue."""
+        """Return whether ``item``, the first of its stream, has begun or is at the head of its queue."""
         queue = self._waiting[self._queue_of.get(handle, (None, 0))]
         return all(each is not item for each in queue) or queue[0] is item
 
     def went_on(self, handle: int, item: Any, *, ended: bool) -> None:
-        """``item`` has begun, or ended; a wait has not begun before it has ended."""
+        """Note that ``item`` has begun or ended; a wait begins only at its end."""
         queue = self._waiting[self._queue_of.get(handle, (None, 0))]
         if (ended or not item.blocks) and queue and queue[0] is item:
             queue.pop(0)
 
 
 def hardware_queues(connections: int | None) -> HardwareQueues | None:
-    """So many, or CONNECTIONS; None if each stream has its own."""
+    """Return this many queues, or CONNECTIONS; None if each stream has its own."""
     count = CONNECTIONS if connections is None else connections
     return HardwareQueues(count) if count else None

@@ -1,9 +1,9 @@
 """srun, sbatch, mpirun and MPICH's mpiexec on this host: a process per task, with their variables.
 
     python launchers.py srun -n 2 python job.py
-    python launchers.py sbatch job.sbatch          # runs it here and now, and prints what it prints
+    python launchers.py sbatch job.sbatch          # runs it here and now, and prints its output
 
-Of options they know the number of tasks and nodes; others are taken for options with "=".
+srun and the like read the option ``-n``, and sbatch the number of nodes and of tasks per node.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 
 
 def variables(launcher: str, rank: int, tasks: int) -> dict[str, str]:
-    """What ``launcher`` sets for a task."""
+    """Return the variables that ``launcher`` sets for a task."""
     if launcher == "mpirun":
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         values = (rank, tasks, rank, tasks)
@@ -50,7 +50,7 @@ def start(launcher: str, arguments: list[str]) -> int:
 
 
 def submit(script: str) -> int:
-    """A batch script is a task of its own, number 0, but of no step."""
+    """Run a batch script, which is task number 0 of no step."""
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", pathlib.Path(script).read_text(), re.M))
     nodes = int(asked["nodes"])
     tasks = nodes * int(asked["ntasks-per-node"])

@@ -12,7 +12,7 @@ Replacement = tuple[Any, str, Any]
 
 @contextmanager
 def replaced(*replacements: Replacement) -> Iterator[None]:
-    """Values are in the place of attributes, or of values of mappings, until the block ends."""
+    """Replace attributes, or values of mappings, until the block ends."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in replacements:
             change: Any = patch.setitem if isinstance(owner, MutableMapping) else patch.setattr
@@ -22,7 +22,7 @@ def replaced(*replacements: Replacement) -> Iterator[None]:
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """Variables of the environment have these values, or are not there, until the block ends."""
+    """Set or remove variables of the environment until the block ends."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value or "")

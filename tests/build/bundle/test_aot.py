@@ -1,7 +1,6 @@
-"""The loader of bundles: what it asks of CuPy, what it refuses, and that it needs no Triton.
+"""The loader of bundles: its use of CuPy, its refusals, and that it needs no Triton.
 
-There is no GPU here: launches are recorded by ``cupy_stand_in.py``. What is in the bundles is tested in
-``test_bundle.py``.
+``cupy_stand_in.py`` records launches without a GPU. ``test_bundle.py`` tests the contents of bundles.
 """
 
 import ast
@@ -48,7 +47,7 @@ VALUES = {"rank": 1, "world_size": 4, "rows": [4096] * 4, "N": 4096, "K": 8192}
 
 
 def arguments_of(cupy: Any, **changed: Any) -> dict[str, Any]:
-    """What a launch of all_gather_matmul_kernel needs, with changes; None leaves an argument out."""
+    """Return the arguments of a launch of all_gather_matmul_kernel, with changes; None leaves one out."""
     arguments = {
         "peers_ptr": 1 << 20,
         "slot_offset": 1024,
@@ -74,7 +73,7 @@ def python_of_document() -> str:
 def test_document_launches_without_triton(
     bundles: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """The program of docs/how-to/compile/aot.md in a process of its own, beside a copy of the loader."""
+    """The program of docs/how-to/compile/aot.md runs in a separate process, beside a copy of the loader."""
     (tmp_path / "bundle").symlink_to(bundles["all_gather_matmul"])
     shutil.copy(cupy_stand_in.__file__, tmp_path / "cupy.py")
     shutil.copy(tmp_path / "bundle" / "load.py", tmp_path)
@@ -116,7 +115,6 @@ print(json.dumps([shown, cupy.allocations, top]))
 
 
 def test_loader_is_in_the_bundle(bundles: dict[str, pathlib.Path]) -> None:
-    """All that it needs is in one file, which takes nothing from interlace."""
     for path in bundles.values():
         text = (path / "load.py").read_text()
         names = {node.name for node in ast.parse(text).body if hasattr(node, "name")}
@@ -189,7 +187,7 @@ def test_misuse_names_the_argument(
 def test_a_grid_in_three_dimensions_and_a_float(
     cupy: Any, bundles: dict[str, pathlib.Path]
 ) -> None:
-    """Each kernel of decoding takes its own; formulas know what another one is given."""
+    """Each kernel of decoding has its own grid, and its formulas use launch values of another kernel."""
     bundle = aot.load(bundles["distributed_decode"], arch=90)
     names = {name for kernel in bundle.kernels.values() for name in kernel.arguments}
     given: dict[str, Any] = {name: 1 << 20 for name in names if name.endswith("_ptr")}
@@ -347,7 +345,7 @@ def test_architecture_has_to_be_in_the_bundle(cupy: Any, bundles: dict[str, path
         aot.load(bundles["all_gather"])
 
 
-# -- what the loader computes ------------------------------------------------------------------
+# -- computations of the loader ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("condition", bundle_formulas.CONDITIONS)
@@ -372,7 +370,7 @@ NUMBERS |= {"WIDTH": 2, "BLOCK_M": 16, "BLOCK": 16, "DATA_ALIGNMENT": 256, "COPI
 
 
 def computed(op: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """All that an op computes of some numbers; names that have none there have one by their letters."""
+    """Compute all values of an op from some numbers; a name without a number gets one from its letters."""
     names, found = {*bundle_formulas.OPS[op], *bundle_formulas.SHARED}, dict[str, Any]()
     given = {name: value for name, value in {**NUMBERS, **changed}.items() if name not in names}
     while names:
@@ -400,7 +398,9 @@ def test_numbers_have_64_bits() -> None:
 
 
 def test_another_result_is_another_version() -> None:
-    """A loader must not launch bundles that were built for other sizes: raise VERSION, and change this."""
+    """A loader must not launch bundles that were built for other sizes: raise VERSION, and change this
+    number.
+    """
     found = json.dumps({op: computed(op, {}) for op in bundle_formulas.OPS}, sort_keys=True)
     assert (aot.VERSION, zlib.crc32(found.encode())) == (2, 2188210519)
 
@@ -408,7 +408,6 @@ def test_another_result_is_another_version() -> None:
 @pytest.mark.parametrize("op", bundle_formulas.OPS)
 @pytest.mark.parametrize("name", ["BLOCK_M", "BLOCK", "BLOCK_N", "CHUNKS", "DATA_ALIGNMENT"])
 def test_no_constant_takes_long(op: str, name: str) -> None:
-    """Whatever number a manifest has, tables are as long as launch values and CHUNKS allow."""
     for number in (0, 1, 256 if name == "CHUNKS" else (1 << 40) - 1):
         changed = {"rows": [900] * 3, "CHUNKS": 256, name: number}
         for table in computed(op, changed).values():

@@ -1,5 +1,6 @@
-"""``make gpu-cache``: what is packed is found again where it was made, and what is missing is named."""
+"""``make gpu-cache``: packed kernels are found again, missing ones are named, and keys never vary."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cases.texts import texts_beside
 from tiers import thorough
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +21,7 @@ CASE = "broadcast, low_latency, 2 ranks"
 
 
 def run(cache: Path, packed: Path, case: str = CASE) -> str:
-    """What ``make gpu-cache`` runs, with the Triton that is here, for one case."""
+    """Run the command of ``make gpu-cache`` for one case, with the installed Triton."""
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--out", packed, "--only", case],
         capture_output=True,
@@ -49,7 +51,7 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
     said = run(cache, tmp_path / "again.tgz")
     assert "compiled low_latency_broadcast_kernel" in said and " 1 kernels compiled" in said
 
-    # groups name their files by absolute paths, which are those of no other folder
+    # groups name their files by absolute paths, which differ in each folder
     unpacked(tmp_path / "elsewhere")
     shutil.rmtree(cache)
     assert " 0 kernels compiled" not in run(tmp_path / "elsewhere", tmp_path / "again.tgz")
@@ -57,7 +59,7 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
 @thorough
 def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
-    """With a driver that does nothing; nothing is compiled."""
+    """The driver does nothing, and no kernel is compiled."""
     command = [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -65,7 +67,6 @@ def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
 
 
 def test_every_step_has_cases() -> None:
-    """As ``gpu_call.sh`` names them; check on all its numbers of ranks."""
     script = (
         "import os; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
         "print(*(job.title for jobs in gpu_cache.STEPS for job in jobs()), sep='\\n')"
@@ -82,7 +83,6 @@ def test_every_step_has_cases() -> None:
 
 @thorough
 def test_a_case_that_launches_something_else_is_told() -> None:
-    """The control."""
     script = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
         "from interlace.cli.commands import check as cases\n"
@@ -106,3 +106,27 @@ def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert ".venv-2.11/bin/python benchmarks/gpu_cache.py" in done.stdout
+
+
+PROGRAM = texts_beside(__file__)["cache keys"]
+
+
+def keys(whose: str) -> list[tuple[dict[str, str], list[str]]]:
+    """Return the keys of two processes; one of them asks for them in the other order."""
+    command = [sys.executable, "-c", PROGRAM, whose]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[tuple[dict[str, str], list[str]]] = json.loads(done.stdout)
+    return found
+
+
+def test_keys_do_not_depend_on_what_was_asked_for_before() -> None:
+    (forwards, several), (backwards, _) = keys("ours")
+    assert len(forwards) > 100 and forwards == backwards
+    assert several == [], "Triton sorts constants of one name by the addresses of their modules"
+
+
+@thorough
+def test_control_keys_of_triton_alone_depend_on_it() -> None:
+    (forwards, _), (backwards, _) = keys("theirs")
+    assert forwards != backwards

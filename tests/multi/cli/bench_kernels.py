@@ -50,7 +50,7 @@ def wrong(nbytes: int) -> Kernel:
 
 
 def late(nbytes: int) -> Kernel:
-    """Right when it is called first, and wrong ever after, as where a buffer is used again too early."""
+    """The first call is right, and later calls are wrong, as with a buffer that is used again too early."""
     kernel = _all_reduce(nbytes, None)
     calls = 0
 
@@ -65,32 +65,27 @@ def late(nbytes: int) -> Kernel:
 
 
 def bare(nbytes: int = 64) -> Any:
-    """Only a callable."""
     x = torch.zeros(nbytes // 4)
     return lambda: interlace.all_reduce(x)
 
 
 def whole() -> None:
-    """As for verify: raises if it is wrong."""
     x = torch.ones(4)
     interlace.all_reduce(x)
     assert x[0] == interlace.get_world_size()
 
 
 def wrong_whole() -> None:
-    """The same, and it is."""
     interlace.barrier()
     raise AssertionError("wrong sum")
 
 
 def raising() -> None:
-    """A mistake of its author."""
     interlace.barrier()
     {}["missing"]
 
 
 def fused(m: int, n: int, k: int, dtype: torch.dtype) -> Kernel:
-    """With both parts, so that there is an overlap."""
     shard = torch.ones(m // interlace.get_world_size(), k, dtype=dtype)
     weight = torch.ones(k, n, dtype=dtype)
     gathered = torch.ones(m, k, dtype=dtype)

@@ -1,4 +1,4 @@
-"""``python -m interlace bench``: what it measures, checks, prints and writes; wrong kernels; refusals."""
+"""``python -m interlace bench``: measurements, checks, output and files, wrong kernels, and refusals."""
 
 import io
 import json
@@ -71,7 +71,6 @@ def test_a_fused_op_has_its_parts_and_an_overlap(tmp_path: pathlib.Path) -> None
 
 
 def test_all_leaves_out_what_cannot_be(tmp_path: pathlib.Path) -> None:
-    """By size and dtype; what only moves takes every dtype."""
     options = {"place": "sim", "world_size": 3, "baseline": "none", "algorithm": "all"}
     code, text, facts = run("all_gather", tmp_path, sizes="12,240K", dtype="int64", **options)
     assert code == 0 and "low_latency (for at most 64 KiB a rank)" in text
@@ -144,7 +143,7 @@ def test_faults_in_an_op_of_ours_are_seen(fault: str, tmp_path: pathlib.Path) ->
     assert code == 1 and rows(facts)["auto"]["right"] is False and "WRONG" in text
 
 
-# -- kernels of one's own ------------------------------------------------------------------------------
+# -- kernels of the user -------------------------------------------------------------------------------
 
 
 def test_a_kernel_with_everything(tmp_path: pathlib.Path) -> None:
@@ -257,7 +256,7 @@ def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_bare_function_has_no_baselines(capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranks find that it is one; others are in tests/sim/cli/refusals.txt."""
+    """The ranks find this error; the other errors are in tests/sim/cli/refusals.txt."""
     assert main.run(["bench", f"{KERNELS}::bare", "--place", "sim", "--baseline", "gloo"]) == 2
     assert "has no baselines" in capsys.readouterr().err
 

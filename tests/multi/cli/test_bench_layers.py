@@ -76,7 +76,7 @@ def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> No
     ("op", "name"), few(OPS_AND_FORMATS, *OPS_AND_FORMATS[:: len(FORMATS) + 1])
 )
 def test_operands_in_block_scaled_formats(op: str, name: str, tmp_path: pathlib.Path) -> None:
-    """Bytes that move are those of rows with their scales and padding, or of the output."""
+    """The moved bytes are rows with their scales and padding, or rows of the output."""
     result = checked_in_every_way(op, tmp_path, format=name, dtype="float32", **WIDE[op])
     kind: Any = OPS[op]
     shape, width = result["shape"], getattr(kind, "communicated", "n")
@@ -103,7 +103,7 @@ def test_what_formats_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 @thorough
 def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
-    """Its ring; where it has none, keys are gathered; gradients of gathered keys are reduced."""
+    """The baseline is torch's ring. Where torch has no ring, the baseline gathers the keys."""
     for op in ("context_parallel_attention", "context_parallel_attention_backward"):
         for more in ({}, {"key_heads": 1, "mask": "full"}):
             _, _, facts = run(op, tmp_path, m="16", n="2", k="8", repetitions=1, **more)
@@ -113,7 +113,7 @@ def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
 
 
 def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
-    """Errors of a result, and of one that is off in one element by 3 %: of each tensor in it."""
+    """Return the errors of a result, and of results with one element changed by 3 %."""
     shape, found = options_of(op), []
     kind: Any = OPS[op]
     sizes = [int(shape[size]) for size in kind.sizes]
@@ -130,7 +130,7 @@ def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
 
 
 def _wrong_scale(op: str, name: str) -> tuple[float, float]:
-    """Errors of a result, and of one of an operand with another scale."""
+    """Return the errors of a result, and of a result with another scale of an operand."""
     kind: Any = OPS[op]
     subject = kind(default_group().place, torch.float32, 8, 16, 160, format=name)
     first, *others = subject.inputs(0)

@@ -1,4 +1,4 @@
-"""``tune`` of ops that are no matmuls: what was measured is what ``auto`` then takes."""
+"""``tune`` of ops without a matmul: ``auto`` then takes the measured algorithm."""
 
 import dataclasses
 import io
@@ -25,7 +25,7 @@ from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.files import CacheRow
 
-# what auto would not take on CPUs
+# auto would not choose these on CPUs
 FASTEST = {
     "all_reduce_norm": "unfused",
     "reduce_scatter_norm": "unfused",
@@ -44,7 +44,7 @@ SIZES = {"m": 8, "n": 16, "k": 8}
 
 
 def call(op: str, algorithm: str = "auto") -> Any:
-    """Of the sizes of ``SIZES``, as ``tune`` has them."""
+    """Call the op with the sizes of ``SIZES``, as ``tune`` does."""
     kind = TUNED[op]
     sizes = tuple(SIZES.values())[: len(kind.sizes)]
     subject = kind(default_group().place, torch.float32, *sizes)
@@ -52,7 +52,7 @@ def call(op: str, algorithm: str = "auto") -> Any:
 
 
 def told(op: str, file: str, algorithm: str = "auto") -> list[str]:
-    """The algorithms that a call tells a profile of, with ``file`` as the cache."""
+    """Return the algorithms of a call in a profile, with ``file`` as the cache."""
     said: list[str] = []
     with mock.patch.dict(os.environ, {files.VARIABLE: file}):
         tuning.forget()
@@ -75,7 +75,6 @@ def row(op: str, named: str) -> CacheRow:
 
 @pytest.mark.parametrize("op", FASTEST)
 def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
-    """A call of one's own choice is not overruled."""
     here, file = files.machine("shm", torch.device("cpu")), tmp_path / "tune.json"
     files.add(here, [row(op, FASTEST[op])], file)
     for said, expected in (
@@ -101,7 +100,6 @@ KERNELS: list[tuple[str, Any, str, int]] = [
 def test_the_kernel_gets_what_was_measured(
     op: str, kind: Any, name: str, value: int, tmp_path: pathlib.Path
 ) -> None:
-    """Of rows of experts whether counts are on the host or not."""
     file = tmp_path / "tune.json"
     found = dataclasses.replace(row(op, "fused"), values={"fused": {name: value}})
     files.add(files.machine("sim", torch.device("cpu")), [found], file)

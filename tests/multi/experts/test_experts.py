@@ -24,7 +24,7 @@ def tokens(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def chosen(rank: int, world_size: int) -> Tensor:
-    """Different experts of each token, of two for each rank; now and then none."""
+    """Each token has different experts, two for each rank, and sometimes none."""
     generator = torch.Generator().manual_seed(50 + rank)
     chance = torch.rand(TOKENS[rank], 2 * world_size + 1, generator=generator)
     return chance.argsort(1)[:, :TOPK] - 1
@@ -53,7 +53,7 @@ def own(rank: int) -> slice:
 
 
 def _rows(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """On two ranks, in a graph: rows in places that do not depend on the routing."""
+    """Rows have places that do not depend on the routing."""
     received, handle = functional.dispatch(
         x, idx, w, 4, num_max_dispatch_tokens_per_rank=MOST, low_latency=True
     )
@@ -68,7 +68,7 @@ def _handled(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 
 def _dropless(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """In a graph the number of rows has no value. Half by combine, half by its fused form."""
+    """In a graph the number of rows has no value. ``combine`` and its fused form take half of them each."""
     received, handle = functional.dispatch(x, idx, w, 4)
     rows = received.x
     expert = torch.searchsorted(received.offsets, torch.arange(rows.shape[0]), right=True)
@@ -124,7 +124,6 @@ def test_gradients(how: str) -> None:
 @pytest.mark.parametrize("most", few([None, MOST], None))
 @ranks(2)
 def test_a_layer_is_one_graph(most: int | None) -> None:
-    """Of unequally many tokens; with a bound of two numbers."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     torch.manual_seed(0)
     how: Any = {"gated": True, "shared_size": 8, "capacity_factor": 1.0, "expert_bias": True}
@@ -146,7 +145,7 @@ def test_a_layer_is_one_graph(most: int | None) -> None:
 
 @ranks(2)
 def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
-    """Before it ranks compare caches."""
+    """The rank raises before the ranks compare their caches."""
     group, rank = interlace.new_group(), interlace.get_rank()
     world_size = interlace.get_world_size()
     how: Any = {"num_max_dispatch_tokens_per_rank": MOST, "group": group}
@@ -162,7 +161,6 @@ def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
 
 @ranks(2)
 def test_a_graph_does_no_op_twice() -> None:
-    """The ops of a forward and its backward, as ranks agree on them."""
     seen: list[str] = []
     parts = Communicator.parts
 

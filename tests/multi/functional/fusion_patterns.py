@@ -65,7 +65,7 @@ def three(x: Tensor) -> Tensor:
 
 
 def megatron(x: Tensor) -> Tensor:
-    """The gather starts, other work goes on, then the matmul waits for it."""
+    """Other work comes between the start of the gather and its wait."""
     whole = functional.all_gather(x, group="0")
     other = torch.tanh(x) @ weight(8, 6)
     return functional.wait(whole) @ weight(8, 6, seed=1) + other.sum()
@@ -83,7 +83,7 @@ def batched(x: Tensor) -> Tensor:
 
 
 def batch_gathered(x: Tensor) -> Tensor:
-    """The weights belong to the entries that are gathered: they cannot be told apart before."""
+    """The gathered entries have different weights."""
     whole = gathered(x.view(2, 2, 8), 0)
     return torch.bmm(whole, weight(8, 6 * whole.shape[0]).view(whole.shape[0], 8, 6))
 
@@ -99,7 +99,7 @@ def batch_scattered(x: Tensor) -> Tensor:
 
 
 def batch_reshaped(x: Tensor) -> Tensor:
-    """The batch of what is scattered is not that of the matmul: entries of one are none of the other."""
+    """The scattered tensor has another batch than the matmul."""
     product = torch.bmm(x.view(2, 2, 8), weight(16, 6).view(2, 8, 6))
     return scattered(product.view(1, 4, 6), 1)
 
@@ -161,7 +161,7 @@ def product(x: Tensor) -> Tensor:
 
 
 def as_vllm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``RMSNorm.forward_native``: the weight is multiplied after the rounding, here of none."""
+    """``RMSNorm.forward_native``: the weight is multiplied after the rounding."""
     h = product(x) + weight(4, 6, seed=1)
     wide = h.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
@@ -169,7 +169,7 @@ def as_vllm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(x: Tensor) -> Tensor:
-    """No residual, no weight, the square a product."""
+    """The norm has no residual and no weight, and its square is a product."""
     h = product(x)
     return torch.rsqrt((h * h).mean(-1, True) + EPS) * h
 
@@ -180,7 +180,7 @@ def in_three_dimensions(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sequence_parallel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As DTensor's layers leave it: a shard is normed, and then gathered for a matmul."""
+    """DTensor's layers norm a shard and gather it for a matmul."""
     size = dist.get_world_size()
     h = scattered(x.repeat(1, size).view(1, 4 * size, 8) @ weight(8, 6), 1) + weight(
         1, 4, 6, seed=1
@@ -190,7 +190,7 @@ def sequence_parallel(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def behind_a_bias(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As Megatron: a bias that the layer leaves to be added with the residual; and one before the sum."""
+    """Megatron adds a layer's bias with the residual; another bias comes before the sum."""
     reduced = total(F.linear(x, weight(6, 8), weight(6)), "avg")
     h = reduced + weight(6, seed=4) + weight(4, 6, seed=1)
     rows = total(x.sin(), "avg") + weight(8, seed=4)
@@ -198,7 +198,6 @@ def behind_a_bias(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gathered_at_once(x: Tensor) -> Tensor:
-    """The gather reads the normed rows themselves."""
     y = F.rms_norm(scattered(x @ weight(8, 6)), (6,), weight(6, seed=2), EPS)
     return gathered(y) @ weight(6, 5)
 
@@ -210,7 +209,7 @@ def statistics_kept(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduced_kept(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the op there is the sum with the residual, and not that without it."""
+    """The op returns the sum with the residual, and not the sum without it."""
     reduced = product(x)
     return F.rms_norm(reduced + weight(4, 6, seed=1), (6,), None, EPS), reduced
 
@@ -294,7 +293,7 @@ if not SCALES_BY_ROW:
 
 
 def fused(function: Any, codegen: str = "aot_eager", **more: Any) -> tuple[Any, list[Any]]:
-    """``function`` compiled with all that can be fused, and the list that gets a report of each graph."""
+    """Compile ``function`` with all possible fusions; the list gets a report of each graph."""
     reports: list[interlace.compile.Report] = []
     options = {"codegen": codegen, "on_report": reports.append, "policy": "always"}
     torch._dynamo.reset()

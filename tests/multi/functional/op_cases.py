@@ -20,7 +20,7 @@ EPS = 0.1
 
 
 class Case(NamedTuple):
-    """A call of an op with ``options``, and with tensors of ``shapes``, which are of a rank and a size."""
+    """A call of an op with ``options`` and tensors; ``shapes`` depend on a rank and the number of ranks."""
 
     op: str
     shapes: Shapes
@@ -47,9 +47,9 @@ class Case(NamedTuple):
         return found
 
     def bound(self, *, size: int | None = None, group: Any = None) -> Callable[..., Any]:
-        """The call on this rank's tensors; that there are ranks is not in it, for compilers.
+        """Return the call on this rank's tensors, without a rank in it, for compilers.
 
-        With a ``size`` that of any rank, where arguments are alike.
+        With a ``size`` it is the call of any rank.
         """
         rank = interlace.get_rank() if size is None else 0
         size = size or interlace.get_world_size()
@@ -103,6 +103,13 @@ def reference(case: Case, every: list[Tensors]) -> list[Any]:
             for r, x in enumerate(inputs)
         ]
         return [torch.cat([parts[rank] for parts in rows]) for rank in range(size)]
+    if case.op == "matmul_all_to_all":
+        products = [(each["input"] @ each["weight"]).chunk(size, 1) for each in given]
+        return [torch.cat([parts[rank] for parts in products]) for rank in range(size)]
+    if case.op == "all_to_all_matmul":
+        rows = [x.chunk(size) for x in inputs]
+        wide = [torch.cat([parts[rank] for parts in rows], 1) for rank in range(size)]
+        return [x @ each["weight"] for x, each in zip(wide, given, strict=True)]
     if "gather" in case.op:
         return gathered(case, given)
     return reduced(case, given)
@@ -157,7 +164,7 @@ def normed(h: torch.Tensor, each: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def sent(rank: int, size: int) -> list[int]:
-    """How many rows ``rank`` sends to each, of an exchange of unlike parts."""
+    """Return the number of rows from ``rank`` to each rank."""
     return [(rank + 2 * other) % 3 for other in range(size)]
 
 
@@ -168,7 +175,6 @@ UNEVEN = {
 
 
 def next_rank(_: int, size: int) -> list[int]:
-    """Every rank sends to the next."""
     return [(rank + 1) % size for rank in range(size)]
 
 
@@ -203,7 +209,7 @@ def gather_matmuls(dim: int) -> list[Case]:
 
 
 def products(less: int) -> Shapes:
-    """With one row less, nobody's part is whole, or the last rank has none."""
+    """With one row less, no rank has a whole part, or the last rank has none."""
 
     def made(rank: int, size: int) -> dict[str, tuple[int, ...]]:
         rows = 2 * size - less
@@ -252,6 +258,8 @@ TABLE = [
     *(Case("scatter", divisible, {"src": 1, "scatter_dim": dim}) for dim in (0, 1)),
     Case("all_to_all", divisible),
     Case("all_to_all", uneven_rows, UNEVEN, uneven=True),
+    Case("matmul_all_to_all", lambda rank, size: {"input": (4, 6), "weight": (6, 2 * size)}),
+    Case("all_to_all_matmul", lambda rank, size: {"input": (4 * size, 3), "weight": (3 * size, 5)}),
     Case("broadcast", of(3, 2), {"src": 1}),
     Case("permute", of(3, 2), {"src_dst": next_rank}),
     *itertools.chain.from_iterable(map(gather_matmuls, DIMS)),
@@ -295,7 +303,6 @@ TABLE = [
 
 
 def flat(result: Any) -> Tensors:
-    """All tensors of a result."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [tensor for each in result for tensor in flat(each)]
@@ -325,7 +332,7 @@ def expected(
 
 
 def close_gradients(inputs: Tensors, grads: list[torch.Tensor | None], factor: float = 1) -> None:
-    """None is as good as zeros."""
+    """None counts as zeros."""
     for each, grad in zip(inputs, grads, strict=True):
         if not each.requires_grad:
             assert each.grad is None
@@ -338,7 +345,7 @@ def close_gradients(inputs: Tensors, grads: list[torch.Tensor | None], factor: f
 def compare(
     case: Case, backend: str | None = None, wanted: Callable[[int], bool] = lambda index: True
 ) -> None:
-    """Outputs and gradients of one op against single-process torch, eager or compiled."""
+    """Compare outputs and gradients of one op with torch in one process, eager or compiled."""
     rank, size, run = interlace.get_rank(), interlace.get_world_size(), case.bound()
     if backend is not None:
         torch._dynamo.reset()

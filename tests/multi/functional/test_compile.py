@@ -78,7 +78,7 @@ class Wrapped(torch.nn.Module):
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks that send nothing."""
+    """Make a mesh of two ranks that send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -87,7 +87,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_explain_names_the_callers_line_and_the_module(mesh: DeviceMesh) -> None:
-    """Of what torch's hooks do; where no frame is the user's, it is the line that calls explain."""
+    """An op in a hook of torch has no frame of the user: its line is the line that calls explain."""
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     plan = {
         "0": ColwiseParallel(input_layouts=Shard(1)),
@@ -138,8 +138,6 @@ def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:
     "options", few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}])
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
-    """Of a tensor that changes afterwards, and of one that the caller may change."""
-
     def swapped(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         old = torch.empty_like(cache)
         old.copy_(cache)
@@ -160,7 +158,7 @@ def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
 
 
 class Exported(torch.nn.Module):
-    """Composite ops between collectives: linear, matmul, flatten, a ``to`` that changes nothing, chunk."""
+    """Composite ops between collectives: linear, flatten, chunk, and a ``to`` of no effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +199,6 @@ def test_an_exported_program_is_fused_and_saved(decomposed: bool) -> None:
 
 
 def test_modules_and_graphs_are_fused() -> None:
-    """Of a module the code is new, too. Another thing is a TypeError that says what is accepted."""
     module = exported().module()
     for each in (exported().graph, module):
         assert len(fuse(each, policy="always").fused) == 2
@@ -220,7 +217,7 @@ def test_a_wrong_option_of_the_backend() -> None:
 
 @thorough
 def test_the_graphs_in_the_docs() -> None:
-    """docs/how-to/compile/torch-compile.md shows what docs/examples/fusion.py prints."""
+    """docs/how-to/compile/torch-compile.md shows the output of docs/examples/fusion.py."""
     root = Path(__file__).parents[3]
     command = [sys.executable, str(root / "docs/examples/fusion.py")]
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
@@ -237,7 +234,7 @@ def test_the_graphs_in_the_docs() -> None:
         assert block.strip().splitlines() == lines
 
 
-# -- who decides, and patterns of one's own ---------------------------------------------------------------
+# -- decisions, and patterns of the user ------------------------------------------------------------------
 
 RELU = torch.ops.aten.relu.default
 FAST_LINKS = dataclasses.replace(GPU, name="fast links", bandwidth=1e13, fused_bandwidth=1e13)
@@ -255,7 +252,7 @@ def test_a_prediction_by_hand() -> None:
     assert predict("all_gather", 6, 5, 4, 2, dtype=half, machine=machine) == Prediction(
         1 + moved / 100 + multiplied, 0.5 + moved / 50 + multiplied - 0.25 * moved / 50
     )
-    moved = 30.0  # of the product
+    moved = 30.0  # bytes of the product
     fused = 0.5 * 3 + 0.75 * moved / 50 + multiplied
     assert predict(
         "reduce_scatter", 6, 5, 4, 2, dtype=half, machine=machine, bias=True, terms=2, batch=3
@@ -301,8 +298,6 @@ def test_options_of_the_pass_are_refused_when_it_is_made(wrong: dict[str, Any], 
 
 
 def test_the_pass_decides_by_it() -> None:
-    """For the shapes of a graph: several weights, a sum of terms, and a bias."""
-
     def gather(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
         whole = functional.all_gather(x, 1, group=GROUP)
         return whole @ w, whole @ v
@@ -396,8 +391,6 @@ def test_the_first_pattern_that_finds_something_decides() -> None:
     ],
 )
 def test_policy_and_prediction_of_a_pattern(policy: str, machine: Machine, reason: str) -> None:
-    """It is asked with the machine of the pass; a pattern that is left leaves the graph as it was."""
-
     def seconds(collective: Collective, relu: fx.Node, machine: Machine) -> Prediction:
         assert relu.target is RELU and collective.size == 4
         return Prediction(1.0, 1.5 if machine is CPU else 0.5)

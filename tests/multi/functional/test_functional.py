@@ -34,7 +34,7 @@ def here() -> tuple[int, int]:
 # -- gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(  # of two ranks every permutation is its own inverse
+@pytest.mark.parametrize(  # with two ranks every permutation is its own inverse
     ("place", "world_size"), few([("sim", 3), ("sim", 2), ("shm", 3), ("shm", 2)], ("sim", 3))
 )
 @ranks()
@@ -82,7 +82,6 @@ def test_gradients_that_are_expanded_or_transposed(place: str) -> None:
 @in_both_places
 @ranks()
 def test_gradients_of_half_precision(place: str) -> None:
-    """Of bfloat16 inputs with float32 outputs, in the inputs' dtype."""
     rank, size = here()
     x = torch.full((2, 4), 1.0 + rank, dtype=torch.bfloat16, requires_grad=True)
     w = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -98,28 +97,8 @@ def test_gradients_of_half_precision(place: str) -> None:
 
 @in_both_places
 @ranks()
-def test_second_derivatives(place: str) -> None:
-    rank, size = here()
-    x = torch.arange(1.0, 5.0).add(rank).requires_grad_()
-    w = torch.ones(1, 1, requires_grad=True)
-    whole = torch.cat([torch.arange(1.0, 5.0) + r for r in range(size)])
-    for made, power, of, right in (
-        (functional.all_gather(x), 3, x, 6 * x.detach() * size),
-        (functional.all_reduce(x, "avg"), 2, x, torch.full((4,), 2.0)),
-        (
-            functional.all_gather_matmul(x.view(-1, 1), w), 2, w,
-            2 * (whole * whole).sum().view(1, 1),
-        ),
-    ):  # fmt: skip
-        (first,) = torch.autograd.grad(made.pow(power).sum(), of, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), of)
-        torch.testing.assert_close(second, right)
-
-
-@in_both_places
-@ranks()
 def test_without_gradients(place: str) -> None:
-    """Modes without gradients record none; what refuses them says so in backward."""
+    """Modes without gradients record no gradient; a mode that forbids one raises in backward."""
     size = here()[1]
     x = torch.ones(size, size, requires_grad=True)
     with torch.no_grad():
@@ -132,7 +111,7 @@ def test_without_gradients(place: str) -> None:
         for op in (
             functional.all_gather_matmul,
             functional.matmul_all_reduce,
-        ):  # in a thread of its own
+        ):  # in another thread
             assert float(op(y, y).sum()) == 64.0 * size
         assert float(functional.matmul_reduce_scatter(y, y).sum()) == 64.0
     with torch.autocast("cpu", torch.bfloat16):
@@ -145,8 +124,6 @@ def test_without_gradients(place: str) -> None:
 
 
 class OpNames(torch.utils._python_dispatch.TorchDispatchMode):
-    """The names of the ops that run, in their order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -184,7 +161,6 @@ def test_what_runs_in_backward(name: str, options: dict[str, Any], expected: str
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks()
 def test_interlaces_own_fused_ops_record_gradients(place: str, async_op: bool) -> None:
-    """Of unequal shards, too; results are those without gradients."""
     rank, size = here()
     w, b = torch.arange(12.0).view(4, 3).requires_grad_(), torch.ones(3, requires_grad=True)
 
@@ -226,13 +202,13 @@ SUM = [[3.0, 3.0], [3.0, 3.0]]
 
 
 def started(value: float = 1.0) -> torch.Tensor:
-    """An all_reduce under way, of 2 x 2 values that sum to ``value`` times the ranks' sum from 1."""
+    """Start an all_reduce of 2 x 2 values; the sum is ``value`` times the sum of 1 + rank."""
     return functional.all_reduce(torch.full((2, 2), value * (1 + interlace.get_rank())))
 
 
 @ranks()
 def test_asking_for_sizes_does_not_wait() -> None:
-    """A wait would end in a deadlock: the other rank calls only after the first has asked."""
+    """A wait would deadlock: the other rank calls only after the first rank has read the sizes."""
     interlace.new_group([0, 1], name="late")
     if interlace.get_rank():
         interlace.barrier(group="late")
@@ -337,7 +313,6 @@ def test_an_async_tensor_is_a_tensor() -> None:
 
 @ranks()
 def test_async_tensors_and_autograd() -> None:
-    """A result that becomes a leaf, one that is detached, one with hooks."""
     leaf = started().requires_grad_()
     (leaf * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == SUM
@@ -389,14 +364,13 @@ def test_results_leave_nothing_in_torchs_registry(compiled: bool) -> None:
     for _ in range(5):
         started()
         call(x)
-        wait(functional.all_gather_matmul(x, w))  # whose gathered input is kept, too
+        wait(functional.all_gather_matmul(x, w))  # its gathered input is kept
         wait(functional.all_gather_matmul(x, [w, w], return_gathered=True)[1][1])
     assert torch._C._distributed_c10d._get_work_registry_size() == before
 
 
 @ranks()
 def test_failures_are_raised_again() -> None:
-    """At the first and the second wait."""
     x = torch.ones(1 + interlace.get_rank())
     expected = r"^all_reduce: shape of tensor differs between ranks: \(1,\) on rank 0, "
     for tensor in (functional.all_reduce(x), functional.all_reduce(x.requires_grad_())):
@@ -460,12 +434,12 @@ def test_out_has_any_strides_and_is_given_back() -> None:
 
 
 def saying(text: str) -> str:
-    """An expression for parts of a message in their order; "*" is between them."""
+    """Return an expression for the parts of a message in their order; "*" is between them."""
     return "(?s)" + ".*".join(re.escape(part.strip()) for part in text.split("*"))
 
 
 def check_refused(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    """What ``call`` raises; the group goes on."""
+    """``call`` must raise, and the group must continue."""
     with pytest.raises(kind, match=saying(text)):
         wait(call())
         pytest.fail(f"nothing says {text}")
@@ -518,7 +492,6 @@ DIFFERS: list[tuple[type[Exception], str, Call]] = [
 @pytest.mark.parametrize("learns", [False, True])
 @ranks()
 def test_misuse_on_one_rank_is_raised_on_all(learns: bool) -> None:
-    """Also by the ops that a graph calls, which are those of tensors with gradients."""
     for kind, text, call in DIFFERS:
         x = torch.ones(4, 4, requires_grad=learns)
         check_refused(lambda: call(x, interlace.get_rank() == 1), kind, text)  # noqa: B023
@@ -526,7 +499,7 @@ def test_misuse_on_one_rank_is_raised_on_all(learns: bool) -> None:
 
 @ranks()
 def test_errors_survive_operators() -> None:
-    """Tensor's operators take a TypeError for "not implemented"; what the op said must not be lost."""
+    """An operator of Tensor takes a TypeError for "not implemented", and must not drop the op's message."""
     x = torch.ones(2, dtype=torch.float64 if interlace.get_rank() else torch.float32)
     weight, ones = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     uses: list[Callable[[Any], Any]] = [
@@ -542,7 +515,6 @@ def test_errors_survive_operators() -> None:
 
 @ranks()
 def test_operators_are_those_of_tensors() -> None:
-    """Bit by bit, whichever side of them waits, or both."""
     x, whole_numbers = torch.tensor([3.0, -7.0, 0.3]), torch.tensor([12, 5, 3])
     names = "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
     bits = "lshift", "rshift", "and_", "or_", "xor"

@@ -25,7 +25,6 @@ Tensor = torch.Tensor
 
 
 def own_value() -> float:
-    """1 on rank 0, 2 on rank 1."""
     return 1.0 + interlace.get_rank()
 
 
@@ -102,14 +101,13 @@ def test_every_op_in_one_graph_of_inductor() -> None:
 @thorough
 @ranks()
 def test_results_that_leave_a_graph_unwaited() -> None:
-    """With gradients through them."""
     for case in ONE_OF_EACH_OP:
         compare(case, "aot_eager")
 
 
 @ranks()
 def test_results_of_which_a_loss_uses_one() -> None:
-    """Of the others torch has a plain tensor of zeros."""
+    """For unused results torch passes plain tensors of zeros to the backward."""
 
     def run(x: Tensor) -> list[Tensor]:
         return [functional.all_reduce(x * 2), functional.all_gather(x.sin()).t(), x.sum()]
@@ -126,7 +124,7 @@ def test_results_of_which_a_loss_uses_one() -> None:
 
 @ranks()
 def test_a_rank_with_a_graph_and_one_without_go_on() -> None:
-    """A graph does not say what needs a gradient, and Dynamo may give a function up on some ranks only."""
+    """Dynamo may stop compiling a function on some ranks only."""
 
     def squares(x: Tensor) -> Tensor:
         return functional.matmul_all_reduce(x * x, torch.ones(2, 1)) * 2
@@ -175,8 +173,6 @@ def test_start_and_wait_are_a_pair_around_the_work_between_them() -> None:
 @thorough
 @ranks()
 def test_unwaited_results_and_arguments_of_graphs() -> None:
-    """A compiled function may return what it started, and take what somebody else has."""
-
     def starts(x: Tensor) -> tuple[Tensor, Tensor]:
         return functional.all_gather(x * 2), x + 1
 
@@ -198,7 +194,7 @@ def test_unwaited_results_and_arguments_of_graphs() -> None:
     x.requires_grad_()
     (y, z), _ = graphs_of(starts, x)
     graphs_of(ends, y, z)[0].sum().backward()
-    # of the sum, on both elements of both ranks, and of the 1
+    # from the sum, on both elements of both ranks, and from the 1
     assert x.grad is not None and x.grad.tolist() == [9.0, 9.0]
     leaves: list[Callable[[Any], Any]] = [
         wait, lambda y: y.wait(), lambda y: y.view(2, -1), lambda y: y + 0, lambda y: y,
@@ -244,8 +240,6 @@ def test_one_graph_for_all_batches(uneven: bool) -> None:
 @pytest.mark.parametrize("above_autograd", [False, True])
 @ranks()
 def test_make_fx(above_autograd: bool) -> None:
-    """Of real tensors; others need no ranks."""
-
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         y = functional.all_reduce(x)
         z = x + 1
@@ -282,7 +276,7 @@ def test_out_and_ops_in_place() -> None:
 
 
 def code_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Any, str]:
-    """The result of ``function``, compiled anew, and Inductor's code from where it is called."""
+    """Compile ``function`` anew; return its result and Inductor's code from the call on."""
     with compiled_anew(**options):
         result, (code,) = run_and_get_code(compiled(function, "inductor"), *inputs)
     return result, code[code.index("def call") :]
@@ -292,7 +286,7 @@ def code_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tu
 @pytest.mark.parametrize("cache", [False, True])
 @ranks()
 def test_inductor_reduces_in_place(cache: bool) -> None:
-    """What nobody needs any more is not copied; without the lowering it is an op out of place."""
+    """Inductor copies no input that nothing uses later; without the lowering the op is out of place."""
 
     def run(x: Tensor) -> Tensor:
         return functional.all_reduce(torch.relu(x)) * 2
@@ -315,7 +309,7 @@ def test_inductor_reduces_in_place(cache: bool) -> None:
 @thorough
 @ranks()
 def test_inductor_keeps_work_between_start_and_wait() -> None:
-    """``reorder_for_locality`` would put it behind the wait."""
+    """``reorder_for_locality`` would move the work after the wait."""
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         gathered = functional.all_gather(x)
@@ -332,7 +326,7 @@ def test_inductor_keeps_work_between_start_and_wait() -> None:
 @thorough
 @ranks()
 def test_inductor_leaves_memory_in_flight_alone() -> None:
-    """Inputs of an op that is running are nobody else's memory, and nor are those of an unwaited one."""
+    """Inductor must not reuse the inputs and outputs of an op that still runs."""
 
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         gathered = functional.all_gather_matmul(torch.relu(x), torch.cos(w))
@@ -363,8 +357,6 @@ def test_inductor_leaves_memory_in_flight_alone() -> None:
 @thorough
 @ranks()
 def test_inductor_leaves_what_is_exchanged_alone() -> None:
-    """Heads are exchanged while it multiplies, and waited for last."""
-
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         sent = functional.matmul_all_to_all(torch.tanh(x), x)
         return (w @ w) @ w, wait(sent)
@@ -377,7 +369,7 @@ def test_inductor_leaves_what_is_exchanged_alone() -> None:
 @thorough
 @ranks()
 def test_inductor_has_ops_of_more_results_than_inputs() -> None:
-    """It looks for an input of each result's number."""
+    """Inductor looks for one input for each result."""
 
     def run(x: Tensor) -> Tensor:
         (normed, scale), total = functional.all_reduce_norm(

@@ -21,7 +21,6 @@ SPEC = interlace.GroupSpec("pairs", 2)
 
 
 def own_of(lists: list[list[int]]) -> list[int]:
-    """The ranks of the list that has this rank."""
     return next(each for each in lists if interlace.get_rank() in each)
 
 
@@ -36,7 +35,7 @@ def members(x: torch.Tensor, group: Any, tag: str) -> torch.Tensor:
 
 
 def check(name: str, right: list[int], group: Any, tag: str = "", function: Any = members) -> None:
-    """The ranks that take part, in their order, eager and compiled."""
+    """Compare the ranks that take part, in their order, eager and compiled."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     for each in (function, compiled):
@@ -92,7 +91,7 @@ def test_groups_of_torch(backend: str) -> None:
 
 
 def check_turns(name: str, pairs: Any, columns: Any) -> None:
-    """One compiled function called with a group, another one, and the first again."""
+    """Call one compiled function with a group, another one, and the first again."""
     torch._dynamo.reset()
     compiled = torch.compile(members, backend="eager", fullgraph=True)
     own = torch.full((1,), interlace.get_rank())
@@ -103,7 +102,7 @@ def check_turns(name: str, pairs: Any, columns: Any) -> None:
 @thorough
 @ranks(4)
 def test_another_group_is_another_graph(tmp_path: Path) -> None:
-    """A graph made for one group must not be taken for another one of the same size."""
+    """A graph of one group must not serve another group of the same size."""
     check_turns("lists", ROWS, COLUMNS)
     pairs, columns = (own_group(each, interlace.new_group) for each in (ROWS, COLUMNS))
     check_turns("communicators", pairs, columns)
@@ -153,7 +152,7 @@ class SequenceParallelBlock(torch.nn.Module):
 
 
 def export(path: Path, size: int | None, *, strict: bool = False) -> None:
-    """In a process without any group; the batch is dynamic."""
+    """Export in a process without any group, with a dynamic batch."""
     assert not dist.is_initialized()
     block, batch = (
         SequenceParallelBlock(interlace.GroupSpec("any", size)),

@@ -50,7 +50,7 @@ def error(found: Any, right: Any) -> float:
 
 
 def became(*reports: interlace.compile.Report) -> list[tuple[str, int]]:
-    """The op of each collective and how many matmuls it has; "-" of what is left as it is."""
+    """Return the op of each collective and its number of matmuls; "-" if it is not fused."""
     candidates = [each for report in reports for each in report.candidates]
     return [(each.op if each.fused else "-", each.matmuls) for each in candidates]
 
@@ -100,7 +100,7 @@ PLAN = {
 
 @pytest.mark.parametrize(
     ("codegen", "world_size", "blocks"),
-    # the pass is over before code is generated, so not every one with every number of ranks
+    # the pass ends before code is generated, so it needs no other number of ranks
     few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
 )
 @ranks(backend="interlace")
@@ -152,7 +152,7 @@ REASONS = {
 
 
 def strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Lengths and strides; those of dimensions of length 1 mean nothing."""
+    """Return lengths and strides; strides of dimensions of length 1 count as 0."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [(length, stride if length != 1 else 0) for length, stride in pairs]
 
@@ -231,7 +231,7 @@ def test_norms_whose_statistics_a_backward_reads(
     codegen: str, layers: Callable[..., Any], parts: int, ops: list[str]
 ) -> None:
     rank = dist.get_rank()
-    residual = weight(4, 6).chunk(parts)[rank % parts]  # of an all-reduce the same on all
+    residual = weight(4, 6).chunk(parts)[rank % parts]  # equal on all ranks for an all-reduce
     given = weight(4, 8, seed=rank), residual, weight(8, 6), weight(6, 8), weight(6)
     compiled, reports = fused(layers, codegen)
     results = []
@@ -248,8 +248,6 @@ def test_norms_whose_statistics_a_backward_reads(
 @thorough
 @ranks(backend="interlace")
 def test_dynamic_shapes() -> None:
-    """One compilation for several lengths."""
-
     def function(x: Tensor) -> Tensor:
         hidden = torch.relu(gathered(x, 1) @ weight(8, 6))
         return scattered(hidden @ weight(6, 8), 1)
@@ -275,7 +273,6 @@ class Lines(logging.Handler):
 @thorough
 @ranks(backend="interlace")
 def test_as_a_pass_of_inductor() -> None:
-    """In Inductor's own options: the log, the results, the ops in the generated code."""
     log, handler = logging.getLogger("interlace.compile"), Lines()
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -77,7 +77,7 @@ def e5m2_beside_e4m3() -> Made:
 
 
 def two_readers() -> Made:
-    """A bias, and the gathered values for themselves."""
+    """The graph also has a bias, and returns the gathered values."""
 
     def layer(
         q: Tensor, s: Tensor, w: Tensor, t: Tensor, v: Tensor, u: Tensor, bias: Tensor
@@ -112,7 +112,7 @@ def mxfp4_of_torchao() -> Made:
             swizzle,
         )
 
-    # of more numbers along k torch's shapes of scales are those of half as many
+    # with a larger k torch takes shapes of scales for half of k
     x = quantize(numbers(ROWS, 128, dist.get_rank()), "mxfp4")
     w = quantize(numbers(COLUMNS, 128, 9), "mxfp4")
     return (
@@ -142,7 +142,7 @@ def nvfp4_of_torchao() -> Made:
 
 
 def blocks_of_torchao() -> Made:
-    """Columns of scales, as cuBLAS wants them; those of the weight are padded."""
+    """Scales are in columns, as cuBLAS needs them; the scales of the weight are padded."""
 
     def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
         scales = gathered(s).t().contiguous().t()
@@ -310,7 +310,7 @@ def biased_and_normed() -> Made:
 
 
 def scattered_mxfp8() -> Made:
-    """Scales of the own product, which come swizzled."""
+    """Scales of the rank's product are swizzled."""
 
     def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
         how: Any = {"out_dtype": torch.bfloat16}
@@ -344,7 +344,7 @@ def nvfp4_scattered() -> Made:
 
 
 def rows_of_cutlass() -> Made:
-    """A scale for each row, which is no block."""
+    """Each row has one scale, so there are no blocks."""
 
     def layer(q: Tensor, s: Tensor, w: Tensor, t: Tensor) -> Tensor:
         out = q.new_empty(len(q) * dist.get_world_size(), len(w), dtype=torch.bfloat16)
@@ -447,25 +447,25 @@ def test_graphs_of_torchao_and_vllm(codegen: str, names: tuple[str, ...]) -> Non
             assert torch.equal(one, other), name
 
 
-# -- what is left as it is, and why --------------------------------------------------------------------
+# -- graphs that stay, and the reasons -----------------------------------------------------------------
 
 
 def scales_of_all(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    """The scales are there without a gather of their own."""
+    """Scales of all ranks come without a gather."""
     whole = torch.cat([s] * dist.get_world_size())
     op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
     return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
 
 
 def other_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    """Scales that are not those of the rows that they are used for."""
+    """These scales belong to other rows."""
     whole = of_vllm(s).flip(0)
     op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
     return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
 
 
 def in_another_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    """The same, by ops that only move numbers."""
+    """These scales belong to other rows, by ops that only move numbers."""
     first, *others = of_vllm(s).chunk(dist.get_world_size())
     op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
     whole = torch.cat([*others, first])
@@ -479,14 +479,14 @@ def quantized_after(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor
 
 
 def scales_for_more(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Others read the gathered scales, too, so their gather stays beside the fused one."""
+    """Another op also reads the gathered scales, so their gather stays beside the fused one."""
     whole = of_vllm(s)
     op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
     return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16), whole * 2
 
 
 def other_numbers(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    """A matmul of floats, which were gathered as ints."""
+    """The matmul takes floats that were gathered as ints."""
     return of_vllm(s.view(torch.int32)).view(torch.float32) @ w_scales.t()
 
 
@@ -525,7 +525,6 @@ def tiles_of_8x4(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, alpha: Tenso
 
 
 def test_explain_needs_no_ranks() -> None:
-    """And a layout of scales that no op of interlace reads is named."""
     block_ops.define()
     x, w = (quantize(numbers(128, INNER, seed), "nvfp4") for seed in (1, 2))
     scales = (swizzled(each.scales).view(128, -1).view(BYTES) for each in (x, w))

@@ -34,7 +34,7 @@ def by_ops(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def by_one_op(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """Of the second norm the residual is not read after."""
+    """After the second norm nothing reads the residual."""
     h, residual = product(x), residual.clone()
     fp8, scale = room(h)
     torch.ops._C.rms_norm_dynamic_per_token_quant(fp8, h, gain, scale, EPS, None, residual)
@@ -49,7 +49,7 @@ def by_ir(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def in_shards(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """As vLLM's pass for sequence parallelism leaves it."""
+    """vLLM's pass for sequence parallelism makes this graph."""
     size = dist.get_world_size()
     own = residual.chunk(size)[dist.get_rank()]
     h = torch.ops.vllm.reduce_scatter(x @ weight(8, 6), 0, size, "tp:0")
@@ -58,7 +58,7 @@ def in_shards(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def in_shards_of_fp8(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """What is gathered is fp8, with its scales, for a scaled matmul."""
+    """fp8 rows are gathered with their scales for a scaled matmul."""
     size, wide = dist.get_world_size(), gain.repeat(8)[:32].bfloat16()
     y = torch.ops.vllm.reduce_scatter(x.bfloat16() @ weight(8, 32).bfloat16(), 0, size, "tp:0")
     y = torch.ops.vllm_ir.rms_norm(y, wide, EPS)
@@ -82,7 +82,7 @@ def native_in_bfloat16(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """That and ``QuantFP8.forward_native``, with a scale for every token."""
+    """This is ``normed_as_native`` and ``QuantFP8.forward_native``, with a scale for every token."""
     y, residual = normed_as_native(product(x), residual, gain)
     largest, _ = y.abs().max(dim=-1)
     scale = largest.unsqueeze(-1).to(torch.float32) / 448.0
@@ -92,7 +92,6 @@ def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def static(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """The scale is an input."""
     h, scale = product(x), residual.abs().max()
     result, _ = room(h)
     normed = torch.empty_like(h)
@@ -102,7 +101,7 @@ def static(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def static_at_once(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """By one op; and as ``QuantFP8.forward_native``, with a scale so small that most of it saturates."""
+    """One op, and ``QuantFP8.forward_native`` with a scale so small that most numbers saturate."""
     h, residual, scale = product(x), residual.clone(), residual.abs().amax().view(1) / 3
     result, _ = room(h)
     torch.ops._C.fused_add_rms_norm_static_fp8_quant(result, h, residual, gain, scale, EPS)
@@ -116,7 +115,7 @@ def static_at_once(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def other_scales(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """One for all rows; a sixteenth of the range of fp8."""
+    """One scale for all rows, and one for a sixteenth of the range of fp8."""
     made = []
     for each in (x, x.cos()):
         y = torch.nn.functional.rms_norm(product(each), (6,), gain, EPS)
@@ -126,7 +125,7 @@ def other_scales(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """A router reads the normed rows, too."""
+    """A router also reads the normed rows."""
     (fp8, scale), residual = as_native(x, residual, gain)
     y, _ = torch.ops.vllm_ir.fused_add_rms_norm(product(x), residual, gain, EPS)
     other, at = room(y)
@@ -135,7 +134,7 @@ def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 def define_vllm() -> None:
-    """vLLM's ops, and the process group under the name by which they know it."""
+    """Define vLLM's ops, and bind their name of the process group."""
     vllm_ops.define()
     interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
 
@@ -182,7 +181,7 @@ if not SCALES_BY_ROW:
 @pytest.mark.parametrize("version_2", [False, True])
 @ranks(backend="interlace")
 def test_norms_and_fp8_of_vllm(version_2: bool) -> None:
-    """``version_2``: of how torch makes ops functional that change their arguments."""
+    """``version_2`` is torch's way to make ops functional that change their arguments."""
     define_vllm()
     x = weight(4, 8, seed=dist.get_rank())
     residual, gain = weight(4, 6, seed=1), weight(6, seed=2)
@@ -193,7 +192,7 @@ def test_norms_and_fp8_of_vllm(version_2: bool) -> None:
         assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1, name
         (report,) = reports
         assert [(c.op, c.notes) for c in report.candidates] == expected, name
-        # of its ops there are those that no op of ours does
+        # only these of its ops have no op of ours
         left = report.after.count("_C.") + report.after.count("vllm")
         assert left == {"read by others": 1}.get(name, 0), name
 
@@ -206,7 +205,7 @@ def normed_by(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Te
 @thorough
 @ranks(backend="interlace")
 def test_an_eps_that_is_an_input_is_known() -> None:
-    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
+    """With ``dynamic=True`` floats of the code are inputs; another value compiles the graph again."""
     define_vllm()
     for function, more, graphs in (
         (as_native, [()], 1),
@@ -222,7 +221,7 @@ def test_an_eps_that_is_an_input_is_known() -> None:
 
 
 def error(expected: Any, actual: Any) -> float:
-    """The largest, as a part of a step of fp8, in which a product of it may differ, or of 1e-5."""
+    """Return the largest error as a multiple of a step of fp8, or of 1e-5."""
     if isinstance(expected, Tensor):
         step = expected.abs().max() / 8 if expected.dtype == torch.bfloat16 else 1e-5
         return float((expected - actual).abs().max() / step)

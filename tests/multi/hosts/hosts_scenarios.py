@@ -1,7 +1,7 @@
 """Scenarios of test_hosts.py: functions that run on all ranks of a group, on two hosts, and assert there.
 
-A process of its own starts five ranks in two network namespaces (``two_networks.py``). Where the kernel
-refuses namespaces, ranks are given names of hosts instead, and it says why.
+A process starts five ranks in two network namespaces (``two_networks.py``). If the kernel refuses
+namespaces, ranks get names of hosts instead, and the output has the reason.
 
 Sums and products are of whole numbers, so the order of a reduction, which depends on the hosts, does not
 matter; ``rounding`` is about the order.
@@ -57,7 +57,7 @@ def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
 
 
 def every_op(group: Communicator) -> None:
-    """What the contract says of values, and of a rank without rows; three ranks, as there."""
+    """Check the values of the contract matrix on three ranks, also with a rank without rows."""
     for op in cells("values"):
         check_values(op, group=group)
         if "algorithm" in BY_NAME[op].kinds:
@@ -67,7 +67,7 @@ def every_op(group: Communicator) -> None:
 
 
 def gradients(group: Communicator) -> None:
-    """Of a scattered sum with a norm, as torch alone has them: a backward gathers in the default group."""
+    """Compare gradients of a scattered sum with a norm; a backward gathers in the default group."""
     torch.manual_seed(0)
     rows, gain = torch.randn(group.world_size, 7, 5), torch.rand(5)
     own, whole = rows[group.rank].clone().requires_grad_(), rows.sum(0).requires_grad_()
@@ -80,7 +80,7 @@ def gradients(group: Communicator) -> None:
 
 
 def block_scaled(group: Communicator) -> None:
-    """Products of block-scaled operands, and which of these are refused, as on one host."""
+    """Products and refusals of block-scaled operands are as on one host."""
     assert group.world_size == interlace.get_world_size()
     on_every_rank(("nvfp4",))
 
@@ -95,7 +95,7 @@ def no_symmetric_memory(group: Communicator) -> None:
 
 
 def moving(group: Communicator) -> None:
-    """Everything that only moves bytes, from every root; and parts of other lengths on each rank."""
+    """Run all ops that only move bytes, from every root, and with parts of other lengths on each rank."""
     for dtype, nbytes in ((torch.float32, 1028), (torch.uint8, 0), (torch.int64, 280_000)):
         for op, key in itertools.product((*MOVED_WHOLE, *MOVED_PARTS), range(group.world_size)):
             check(group.engine, op, nbytes, key, dtype)
@@ -114,14 +114,14 @@ SUMS = (
 
 
 def reducing(group: Communicator) -> None:
-    """In sizes on both sides of what counts as small. All ops and dtypes: ``test_two_steps``."""
+    """Sizes are on both sides of the limit of small messages. ``test_two_steps`` has all ops and dtypes."""
     for (reduction, dtype), n, op in itertools.product(SUMS, (0, 1, 257, 70_001), REDUCED):
         key = (n + 1) % group.world_size
         check(group.engine, op, n * dtype.itemsize, key, dtype, reduction)
 
 
 def in_two_steps(partial: Partial, by_host: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The reduction of tensors, given by host and rank, in the order that ``HostsEngine`` promises."""
+    """Reduce tensors, which are given by host and rank, in the order that ``HostsEngine`` promises."""
     steps = []
     for parts in by_host:
         wide = [partial.widened(part) for part in parts]
@@ -133,7 +133,7 @@ def in_two_steps(partial: Partial, by_host: Sequence[Sequence[Tensor]]) -> Tenso
 
 
 def rounding(group: Communicator) -> None:
-    """Numbers that must be rounded: the bits that the promised order gives, on all ranks, every time.
+    """Numbers that must be rounded have the bits of the promised order, on all ranks, every time.
 
     A half is rounded once, at the end, so it is as close as a half can be.
     """
@@ -150,7 +150,7 @@ def rounding(group: Communicator) -> None:
             assert same(tensor, expected), f"{dtype} {n}"
         exact = torch.stack([part.double() for part in parts])
         error = (expected.double() - exact.sum(0)).abs()
-        # one rounding of the result, and those of fp32 on the way
+        # one rounding of the result, and roundings of fp32 on the way
         bound = unit * exact.sum(0).abs() * 1.01 + 1e-6 * exact.abs().sum(0)
         assert (error <= bound).all(), f"{dtype} {n}: off by {error.max():g}"
 
@@ -159,7 +159,7 @@ def rounding(group: Communicator) -> None:
 
 
 def agreeing(group: Communicator) -> None:
-    """Messages of up to 64 KiB arrive as they are; so do parts."""
+    """Messages of up to 64 KiB arrive unchanged; so do parts."""
     for length in (0, 1, 1000, 5000, 65_536):
         expected = [
             bytes([rank + 1]) * (length // 2 if rank == 1 else length)
@@ -175,7 +175,7 @@ def agreeing(group: Communicator) -> None:
 
 @contextlib.contextmanager
 def small_pieces(nbytes: int) -> Iterator[None]:
-    """Ops of more bytes than these are done in pieces of as many."""
+    """Ops of more bytes than these are done in pieces of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "MIDDLE_BYTES", nbytes)
         patch.setattr(pieces, "PIECE_BYTES", nbytes)
@@ -183,9 +183,9 @@ def small_pieces(nbytes: int) -> Iterator[None]:
 
 
 def fitting(group: Communicator) -> None:
-    """Equal calls, and calls that differ and fit: the results are the same, and nothing is out of step.
+    """Calls that are equal, and calls that differ and fit, have the same results.
 
-    At every speed: with its call, with its frames, and in pieces (``runtime/places/hosts/pieces.py``).
+    They use every speed: with the call, with frames, and in pieces (``runtime/places/hosts/pieces.py``).
     """
     ops = (*REDUCED, *MOVED_WHOLE, *MOVED_PARTS)
     for count, nbytes, alike in itertools.product((3, 30_001), (1 << 14, 4 << 20), (True, False)):
@@ -198,7 +198,7 @@ def fitting(group: Communicator) -> None:
 
 
 def leaving_nothing(group: Communicator) -> None:
-    """No op is left to the garbage collector, which would find it, and the caller's tensors, much later."""
+    """Reference counts free each op. The garbage collector would free the caller's tensors much later."""
     gc.collect()
     gc.disable()
     try:
@@ -209,9 +209,9 @@ def leaving_nothing(group: Communicator) -> None:
 
 
 def refused(group: Communicator) -> None:
-    """One rank calls with another size, so at another speed: all hear it, no tensor changes, all go on.
+    """One rank calls with another size: all ranks raise, no tensor changes, and all continue.
 
-    Before that all call alike, so that data leaves before it is known that nobody wants it.
+    Before that all sizes are equal, so that data leaves before a rank refuses it.
     """
     rank, world_size = group.rank, group.world_size
 
@@ -253,7 +253,7 @@ def refused(group: Communicator) -> None:
 
 
 def sending(group: Communicator) -> None:
-    """Everyone to everyone, itself included, before anything is received; tags out of order."""
+    """Every rank sends to every rank, itself included, before any receive; tags are out of order."""
     rank, everyone = group.rank, list(range(group.world_size))
     if group.place.name == "shm":
         everyone.remove(rank)  # there a message to oneself does not come to the engine
@@ -273,7 +273,7 @@ def sending(group: Communicator) -> None:
 
 
 def answering(group: Communicator) -> None:
-    """What follows on the end of a send, and of a receive, waits for the next message: near and far."""
+    """The callback of a send, and of a receive, waits for the next message, near and far."""
     engine, call, x, peers = group.engine, Call("send"), torch.zeros(1), (1, group.world_size - 1)
     for peer in peers if group.rank == 0 else ():
 
@@ -290,11 +290,11 @@ def answering(group: Communicator) -> None:
         engine.recv(call, x, 0, 6).result(60)
 
 
-# -- failing: each in a group of its own -----------------------------------------------------------
+# -- failing: each in a new group ------------------------------------------------------------------
 
 
 def ended(group: Communicator) -> str:
-    """What this rank's barriers end with: the first that fails, and the next says why, too."""
+    """Return the error of this rank's first failing barrier; the next barrier has the same reason."""
     texts: list[str] = []
     while len(texts) < 2:
         try:
@@ -313,7 +313,7 @@ def aborting(group: Communicator) -> None:
 
 
 def leaving(group: Communicator) -> None:
-    """Rank 0 closes its group in good order; the others still want something of it."""
+    """Rank 0 closes its group while the others still need it."""
     run(group, "barrier")
     if group.rank == 0:
         group.close()
@@ -322,7 +322,6 @@ def leaving(group: Communicator) -> None:
 
 
 def dying(group: Communicator) -> None:
-    """Rank 4 is killed while the others are in an op, or between two."""
     run(group, "barrier")
     if group.rank == 4:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -349,7 +348,7 @@ GROUPS: dict[str, tuple[Sequence[Callable[[Any], None]], Sequence[int]]] = {
 
 
 def main(rank: int, world_size: int, folder: str, end: Any) -> None:
-    """Make the hosts, run :func:`rank_main` on every rank, say how all ended, and what went wrong."""
+    """Make the hosts, run :func:`rank_main` on every rank, and report the ends and errors."""
     holder, problem = 0, ""
     try:
         holder = two_networks()
@@ -357,7 +356,7 @@ def main(rank: int, world_size: int, folder: str, end: Any) -> None:
         problem = f"{type(error).__name__}: {error}"
     die_with_parent()
     os.environ.update(SECRET)
-    gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
+    gc.freeze()  # no rank needs to collect, and so copy, the shared objects at its end
     children = []
     for rank, host in enumerate(HOSTS):
         child = os.fork()
@@ -408,7 +407,7 @@ def rank_main(rank: int, separated: bool, folder: Path) -> None:
         if group is not None and group is not world:
             group.close()
         world.barrier()
-    for scenario in (aborting, leaving, dying):  # each in a group of its own, of all ranks
+    for scenario in (aborting, leaving, dying):  # each in a new group of all ranks
         group = connected(scenario.__name__)
         play(scenario, group, "five ranks")
         group.close()

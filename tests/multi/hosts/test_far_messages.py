@@ -1,9 +1,13 @@
-"""Messages between ranks on several hosts: what waits for what, records that come in parts, and ends."""
+"""Messages between ranks on several hosts: their waits, records in parts, and ends in the middle."""
 
 import atexit
+import contextlib
+import functools
+import itertools
 import linecache
 import os
 import pathlib
+import re
 import select
 import signal
 import socket
@@ -14,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing import util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +35,7 @@ from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.mail import _NUMBER, Messages, Sending
 from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
+from tiers import thorough
 
 CALL = Call("message")
 LARGE = 16 << 20  # bytes that no kernel keeps for a connection
@@ -37,7 +43,6 @@ LARGE = 16 << 20  # bytes that no kernel keeps for a connection
 
 @pytest.fixture
 def groups() -> Iterator[list[Communicator]]:
-    """Two ranks on one host and one on another."""
     made = members(3, hosts=2)
     yield made
     close(made)
@@ -51,7 +56,6 @@ def content(nbytes: int, seed: int = 1) -> torch.Tensor:
 def test_a_message_behind_one_that_nobody_has_asked_for_is_heard(
     groups: list[Communicator], peer: int
 ) -> None:
-    """The first is larger than what is kept on its way; it is received after the second."""
     sends = [
         groups[peer].engine.send(CALL, content(size, size + 3), 0, tag)
         for tag, size in enumerate((LARGE, 5, LARGE))
@@ -100,7 +104,6 @@ def test_what_was_sent_arrives_although_its_sender_has_left(groups: list[Communi
 
 
 def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Communicator]) -> None:
-    """Rank 0 waits for rank 2, which answers a message of another thread of rank 0 only."""
     answer, asked = torch.zeros(1), torch.zeros(1)
     waiting = threading.Thread(
         target=lambda: groups[0].engine.recv(CALL, answer, 2, 1).result(LONG)
@@ -117,7 +120,7 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
 
 @ranks(3, place="threads", hosts=2)
 def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
-    """Around the sizes from which on one host alone would go another way than the other."""
+    """At these sizes one host alone would choose another algorithm than the other host."""
     for numel in (4000, 5000, 9000):
         tensor, outputs = torch.full((numel,), interlace.get_rank() + 1.0), torch.zeros(3, numel)
         interlace.all_gather_into_tensor(outputs.view(-1), tensor)
@@ -130,12 +133,11 @@ def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
 
 @ranks(2, hosts=2, gone=[0])
 def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
-    """Rank 0 begins to send, and its process ends; rank 1 receives once it is about to."""
     ends, target = tmp_path / "ends", torch.zeros(LARGE, dtype=torch.uint8)
     if interlace.get_rank() == 0:
         interlace.isend(content(LARGE, 5), 1)
         atexit.register(ends.touch)
-        util._exit_function()  # of multiprocessing, which skips what Python does at the end
+        util._exit_function()  # multiprocessing skips the steps of Python's end
         atexit._run_exitfuncs()
         os._exit(0)
     while not ends.exists():
@@ -145,7 +147,7 @@ def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.
 
 
 def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) -> None:
-    """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
+    """Rank 1 has forked a child, which lives on; report rank 0's error after rank 1 is killed."""
     links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
     group = joined(rank, world_size, folder)
     try:
@@ -213,7 +215,7 @@ def test_what_is_no_record_is_an_error(
 
 
 class Narrow:
-    """A connection that takes these numbers of bytes, one after another; for 0 it is full."""
+    """A connection that takes these numbers of bytes, one after another; 0 means that it is full."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts, self.said = counts, b""
@@ -240,7 +242,7 @@ def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.soc
 def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
     boxes: tuple[FarBox, socket.socket],
 ) -> None:
-    """Who sends it again from the same memory, with other contents, sends another one."""
+    """A sender that reuses the memory for other contents sends a new record."""
     box, narrow, first, second = boxes[0], Narrow([0, 0, 7, 0]), content(200, 5), content(200, 3)
     box.wire = narrow  # type: ignore[assignment]
     carrier = SimpleNamespace(
@@ -262,12 +264,12 @@ def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
 
 
 class Handler(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 @pytest.mark.parametrize("puts", [True, False])
 def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
-    """An exception after every line that the pipe executes, one after the other."""
+    """An exception comes after each line that the pipe executes, one after the other."""
     own, other = socket.socketpair()
     data, target = content(100_000, 7), torch.zeros(100_000, dtype=torch.uint8)
     pipe, line = FarPipe(own, puts), 0
@@ -279,7 +281,7 @@ def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
         nonlocal line
         here = linecache.getline(code.co_filename, frame.f_lineno)
         if event == "line" and frame.f_code is code and "_busy = False" not in here:
-            line += 1  # of that one Python makes sure
+            line += 1  # Python itself ensures that line
             if line == until:
                 raise Handler
         return traced
@@ -324,7 +326,6 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 def streams() -> Iterator[tuple[FarBox, tuple[socket.socket, socket.socket]]]:
-    """As boxes, over connections of TCP; both other ends."""
     records, pieces = connected(), connected()
     yield FarBox(1, records[0], pieces[0], 4096), (records[1], pieces[1])
     for each in (*records, *pieces):
@@ -336,7 +337,6 @@ WHOLE = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
 
 @pytest.mark.parametrize("reset", [0, 1])
 def test_one_connection_of_two_that_is_reset_is_the_end(streams: Any, reset: int) -> None:
-    """After what has come whole; a part of a record is not waited for."""
     box, others = streams
     others[0].sendall(WHOLE + WHOLE[:10])
     select.select([box.wire], [], [])
@@ -360,3 +360,73 @@ def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come(st
     others[1].close()
     while not box.over():
         pass
+
+
+SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that
+ELEMENTS = 3_000_000  # a message is under way most of the time
+
+
+def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """Rank 1 loses its connections and lives; report the errors of both ranks' op."""
+    group = joined(rank, world_size, folder)
+    group.barrier()
+    if rank == 1:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=os.dup(int(name)))
+                if connection.family == socket.AF_INET and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)
+    try:
+        group.barrier()
+    except InterlaceError as error:
+        said.send(f"{type(error).__name__}: {error}")
+    time.sleep(LONG)
+
+
+def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: Path) -> None:
+    with started(with_a_broken_connection, 2, tmp_path) as (_, ends):
+        for rank in range(2):
+            found = rf"rank {1 - rank} \(pid \d+\) died, or the connection to it broke, while"
+            assert re.search(found, said := heard(ends[rank])), said
+
+
+def moving_for_ever(
+    rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
+) -> None:
+    """Run ops until one rank has ended; report the other rank's error."""
+    group = joined(rank, world_size, folder, timeout=timeout)
+    engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
+    try:
+        for number in itertools.count():
+            if op == "all_gather":
+                gather = functools.partial(engine.all_gather, Call(op), out, mine)
+                group.run(op, gather, async_op=False)
+            elif rank == 0:
+                engine.send(Call("send"), mine, 1, 0).result()
+            else:
+                engine.recv(Call("recv"), mine, 0, 0).result()
+            if number == 0:
+                said.send("up")
+    except InterlaceError as error:
+        said.send(f"{type(error).__name__}: {error}")
+    os._exit(0)  # a part of a message to a stopped rank has not left yet
+
+
+@thorough
+@pytest.mark.parametrize("delay", [0.0, 0.03, 0.06, 0.09])
+@pytest.mark.parametrize(
+    ("op", "end", "timeout", "text"),
+    [
+        ("all_gather", signal.SIGKILL, LONG, "PeerDiedError: rank 1 "),
+        ("all_gather", signal.SIGSTOP, SHORT, "has waited 5 s for ranks [1]"),
+        ("send", signal.SIGSTOP, SHORT, "send to rank 1 (tag 0) has waited 5 s for ranks [1]"),
+    ],
+)
+def test_a_wait_for_the_rest_of_a_message_ends(
+    tmp_path: Path, delay: float, op: str, end: signal.Signals, timeout: float, text: str
+) -> None:
+    with started(moving_for_ever, 2, tmp_path, timeout, op) as (processes, ends):
+        assert [heard(each) for each in ends] == ["up", "up"]
+        time.sleep(delay)
+        os.kill(processes[1].pid, end)
+        assert text in heard(ends[0])

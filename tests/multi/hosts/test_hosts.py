@@ -1,9 +1,8 @@
-"""Groups that span hosts: which ranks share one, every op between them, and what happens when one fails.
+"""Groups that span hosts: the ranks of each host, every op between hosts, and failures.
 
 Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
-memory. Five ranks, three and two, are started once (hosts_scenarios.py). Where the kernel gives out no
-namespaces the same runs between ranks that are told to be on different hosts, and the test that they cannot
-share memory is skipped.
+memory. Five ranks, three and two, are started once (hosts_scenarios.py). If the kernel refuses namespaces,
+the ranks share one and get different names of hosts, and the test of unshared memory is skipped.
 """
 
 import itertools
@@ -37,7 +36,7 @@ from tiers import thorough
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What hosts_scenarios.py says. Its ranks end with its process, and namespaces with their processes."""
+    """Return the output of hosts_scenarios.py. Its ranks and namespaces end with their processes."""
     with started(main, 1, tmp_path_factory.mktemp("hosts")) as (_, (end,)):
         return heard(end)
 
@@ -51,13 +50,12 @@ def test_two_network_namespaces_are_two_hosts(outcome: Any) -> None:
 
 
 def test_every_scenario_on_every_rank(outcome: Any) -> None:
-    """All have come to their end, or were to be killed."""
     *_, codes, failed = outcome
     assert not failed, "\n".join(failed)
     assert codes == [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
 
 
-# -- who shares a host -----------------------------------------------------------------------------
+# -- ranks of one host -----------------------------------------------------------------------------
 
 
 def test_host_map() -> None:
@@ -77,7 +75,7 @@ def test_address_towards_the_store() -> None:
 
 
 def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None:
-    """Rank 0 knows itself as localhost only. What leads to rank 1's address is this machine's own."""
+    """Rank 0 knows only "localhost" as its address; the route to rank 1 gives the real one."""
     cards = [Card("a", 1, "127.0.0.1"), Card("b", 2, "127.0.0.1"), Card("b", 3, "::1")]
     assert host_map.own_address(cards, 0) == "127.0.0.1"
     cards[1] = Card("b", 2, "192.0.2.7")
@@ -122,7 +120,7 @@ def test_one_rank_needs_no_store() -> None:
 
 
 def test_halves_are_rounded_once() -> None:
-    """256 + 1 is no bfloat16 and would be 256; with the other host's 1 it is 258, which is one."""
+    """bfloat16 rounds 256 + 1 to 256, but 256 + 1 + 1 is exactly 258."""
     parts = [[torch.tensor([256.0]), torch.tensor([1.0])], [torch.tensor([1.0])]]
     halves = [[part.bfloat16() for part in of_host] for of_host in parts]
     assert scenarios.in_two_steps(Partial.of("sum", torch.bfloat16), halves).item() == 258
@@ -133,7 +131,7 @@ def test_halves_are_rounded_once() -> None:
 @pytest.mark.parametrize(
     ("dtype", "values", "mean"),
     [
-        (torch.int8, [[100, 100], [100]], 100),  # the sum is no int8
+        (torch.int8, [[100, 100], [100]], 100),  # the sum does not fit int8
         (torch.int32, [[-1, -1], [-3]], -1),  # toward zero
         (torch.uint64, [[2**63, 2], [2**62]], (2**63 + 2**62 + 2) // 3),
         (torch.bool, [[True, True], [False]], False),
@@ -147,7 +145,6 @@ def test_mean_is_divided_once(dtype: torch.dtype, values: Any, mean: Any) -> Non
 
 
 def test_two_steps_give_what_one_gives() -> None:
-    """For every op and dtype, of numbers that need no rounding."""
     for op, dtype in itertools.product(reductions.REDUCE_OPS, reductions.DTYPES):
         if support_table.defined(op, dtype):
             parts = [numbers(rank, 1, 40, dtype) for rank in range(6)]
@@ -160,7 +157,7 @@ def test_two_steps_give_what_one_gives() -> None:
 
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
-    """Another rank of the other host has not sent anything then: this one's twin has told it all."""
+    """Another rank of the other host has sent nothing yet at that time."""
     groups = members(4, hosts=2)
     left, place, late = threading.Event(), groups[1].place, groups[1].place.group.exchange
 

@@ -1,18 +1,24 @@
-"""Connections between hosts for bytes of collectives: order, what is kept, strangers, ends."""
+"""Connections between hosts for bytes of collectives, and the store of a group that is made by them."""
 
 import select
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts import regroup as rolls
 from interlace.runtime.places.hosts.host_map import HostMap
+from interlace.runtime.places.hosts.links import PACKET_BYTES, ROW, Packet
 from interlace.runtime.places.hosts.pieces import ALL, Frames
+from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
+from interlace.runtime.processes.control import ATTEMPT
 from interlace.runtime.processes.signed_store import digest
 
 MORE = 64 << 20  # bytes that no kernel keeps for a connection
@@ -50,7 +56,6 @@ def pair() -> Iterator[list[Wires]]:
 
 @pytest.mark.parametrize("count", [1, 100, 20_000, 3_000_000])
 def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], count: int) -> None:
-    """Few are received with what follows them, many without; some in several calls, some in one."""
     sent = bytes(range(256)) * (6 * count // 256 + 1)
     pair[0].post(1, sent[: 6 * count])
     said = [bytearray(count) for _ in range(5)]
@@ -67,7 +72,7 @@ def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], co
 
 
 def test_data_follows_a_frame_before_anybody_answers() -> None:
-    """Also to a rank that gets no frame. Who does not want it drops it, and what follows is in order."""
+    """A rank that does not want the data drops it, and the next frames are in order."""
     hosts = HostMap(((0, 1), (2, 3)))
     wires = connected(4)
     frames = [Frames(hosts, rank) for rank in range(4)]
@@ -95,7 +100,7 @@ def test_data_follows_a_frame_before_anybody_answers() -> None:
 
 
 def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
-    """Neither has handed on all when it begins to take: each hands on what is left meanwhile."""
+    """Each side starts to receive before it has sent everything, and sends the rest meanwhile."""
     sent = [bytes([1 + rank]) * MORE for rank in range(2)]
 
     def swap(rank: int) -> bool:
@@ -124,7 +129,6 @@ def test_flush_up_to_a_point_does_not_wait_for_what_was_posted_later(pair: list[
 
 
 def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
-    """Whichever end is severed, in another thread, the error names the rank at the other."""
     asked = threading.Event()
 
     def take(rank: int) -> int:
@@ -165,7 +169,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
 
 
 def test_who_answers_proves_that_it_knows_the_secret() -> None:
-    """A rank that has been lured to another port does not send bytes there."""
+    """A rank that was led to another port sends no bytes there."""
     lured, other = Wires(1), socket.create_server(("127.0.0.1", 0))
     lured.listen("127.0.0.1")
     address: tuple[str, int] = other.getsockname()
@@ -203,3 +207,114 @@ def test_connecting_ends_when_nobody_waits_for_it() -> None:
     wires.listen("127.0.0.1")
     with pytest.raises(InterlaceError, match=r"ranks \[1\] have not connected"):
         wires.connect({1: ("127.0.0.1", 1)}, proof, 60.0, lambda: True)
+
+
+LONG = timedelta(seconds=600)
+
+
+class StoreWires:
+    """The links of ``rank``; packets arrive at once."""
+
+    timeout = LONG.total_seconds()
+
+    def __init__(self, rank: int, told: list[Told]) -> None:
+        self.rank, self._told = rank, told
+
+    def send_all(self, packet: Packet, peers: list[int]) -> None:
+        for peer in peers:
+            self._told[peer].take(Packet.unpack(packet.pack()))
+
+
+def stores(told: list[Told], ranks: list[int], name: str) -> list[LinkStore]:
+    wires: list[Any] = [StoreWires(rank, told) for rank in ranks]
+    return [LinkStore(each, told[each.rank], name, ranks) for each in wires]
+
+
+@pytest.mark.parametrize("size", [0, 7, 3 * PACKET_BYTES])
+def test_what_one_sets_the_others_get(size: int) -> None:
+    told = [Told() for _ in range(3)]
+    [one] = stores(told[:1], [0], "alone")
+    one, other = stores(told, [0, 2], "the group")
+    one.set("key", bytes(range(256)) * size)
+    other.set("another", "text")
+    assert other.get("key") == one.get("key") == bytes(range(256)) * size
+    one.set("key", "anew")
+    assert other.get("key") == one.get("key") == b"anew"
+    assert one.check(["key", "another"]) and not one.check(["key", "none"])
+    assert not told[1].groups
+    [elsewhere] = stores([told[0]], [0], "another group")
+    assert not elsewhere.check(["key"])
+    one.close()
+    other.close()
+    assert not any(each.groups for each in told)
+
+
+def test_waits_end() -> None:
+    told = [Told(), Told()]
+    one, other = stores(told, [0, 1], "the group")
+    with pytest.raises(InterlaceError, match=r"nobody has said \['key'\]"):
+        one.wait(["key"], timedelta(0))
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(one.wait, ["key"], LONG)
+        other.set("key", "value")
+        waiting.result()
+        begun = threading.Event()
+        waiting = threads.submit(lambda: (begun.set(), one.wait(["never"], LONG)))
+        begun.wait()
+        one.close()
+        with pytest.raises(InterlaceError, match="nobody has said"):
+            waiting.result()
+
+
+BEFORE = 2  # any RESULT of the first attempt is at least this
+
+
+class RollWires:
+    """The links of rank 0 of four; they keep its packets."""
+
+    rank, world_size, timeout = 0, 4, 60.0
+    pids, peers = (100, 101, 102, 103), (1, 2, 3)
+
+    def __init__(self) -> None:
+        self.told: set[int] = set()
+
+    def check_open(self) -> None:
+        pass
+
+    def send_all(self, packet: Packet, peers: list[int]) -> None:
+        self.told.add(packet.tag)
+
+
+def test_who_has_had_no_time_to_tell_of_a_loss_is_not_struck_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 is stopped, all ranks time out at the same moment, and rank 3 reports it last."""
+    now = 1000.0
+    monkeypatch.setattr(rolls.time, "monotonic", lambda: now)
+    wires: Any = RollWires()
+    roll = HostsRoll(wires, "group")
+    roll.begin(range(4))
+    roll.say(ATTEMPT, 1)
+    of_rank_1 = Packet(ROW, 1, 0, (0, 0, 0))
+    roll.take(2, of_rank_1)
+    assert roll.gone() == set()  # for rank 3 may know more of it
+    roll.strike_off([1], BEFORE)
+    assert wires.told == {0, 1}
+    roll.take(3, of_rank_1)
+    assert roll.gone() == {1}
+
+
+def test_who_never_tells_of_a_loss_is_struck_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait one timeout after they learned of the loss."""
+    now = 1000.0
+    monkeypatch.setattr(rolls.time, "monotonic", lambda: now)
+    wires: Any = RollWires()
+    roll = HostsRoll(wires, "group")
+    roll.begin(range(4))
+    roll.lose(1)
+    roll.take(2, Packet(ROW, 1, 0, (0, 0, 0)))
+    now += roll.timeout + 1
+    roll.strike_off([1], BEFORE)
+    assert wires.told == {1, 3}
+    roll.take(2, Packet(ROW, 3, 0, (0, 0, 0)))
+    assert roll.gone() == {1, 3}

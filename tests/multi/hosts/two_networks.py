@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when its parent ends. A new user namespace takes an earlier call back."""
+    """Kill this process when its parent ends. A new user namespace cancels an earlier call."""
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
@@ -30,10 +30,10 @@ def enter(holder: int) -> None:
 
 
 def two_networks(rate: str = "") -> int:
-    """This process gets one network, the process that is returned another; a cable joins them.
+    """Put this process and the returned process into two networks with a cable between them.
 
-    ``rate``, in the words of ``tc``, limits both directions of the cable. Raises OSError if the kernel
-    refuses namespaces, or lacks what joins them.
+    ``rate``, in the words of ``tc``, limits both directions. Raise OSError if the kernel refuses
+    namespaces, or lacks the cable.
     """
     _own_network()
     ready, tell_ready = os.pipe()
@@ -67,7 +67,7 @@ def _unshare(flags: int) -> None:
 
 
 def _own_network() -> None:
-    """A network namespace for this process: in a user namespace of its own, or as root."""
+    """Make a network namespace for this process: in a new user namespace, or as root."""
     user, group = os.geteuid(), os.getegid()
     try:
         _unshare(_NEW_USER | _NEW_NET)

@@ -38,7 +38,7 @@ COMMANDS = {
     "mpirun -n 2 python train.py": 2,
     "MASTER_PORT=29500 mpiexec -n 2 python train.py": 2,
 }
-# of Open MPI, where it is installed: tests may run as root, on fewer cores than ranks
+# for Open MPI, if it is installed: tests may run as root, on fewer cores than ranks
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -48,7 +48,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """The page's programs, and launchers in ``.bin``: Open MPI if it is installed, else stand-ins."""
+    """The page's programs, and launchers in ``.bin``: Open MPI if it is installed, otherwise stand-ins."""
     pages.prepared(tmp_path, PAGE)
     for block in pages.blocks(PAGE):
         pages.save(block, tmp_path)
@@ -62,12 +62,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def only(variables: Mapping[str, str] | None = None) -> Any:
-    """An environment of these variables alone."""
     return mock.patch.dict(os.environ, variables or {}, clear=True)
 
 
 def lines(command: str, folder: Path) -> list[str]:
-    """What the ranks print, in their order. A port is one that is free."""
+    """Return the lines of the ranks in their order; a port is replaced by a free one."""
     text = command.replace("29500", str(free_port()))
     return sorted(pages.run_bash(text, folder).splitlines())
 
@@ -93,7 +92,7 @@ def test_two_agents_are_one_job(folder: Path) -> None:
 
 @thorough
 def test_actors_of_ray_are_ranks(folder: Path) -> None:
-    """Of Ray where it is installed, else of a stand-in for its actors."""
+    """A stand-in for Ray's actors runs where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         shutil.copy(pages.ROOT / "tests/stand_ins/ray_stand_in.py", folder / "ray.py")
     assert lines("python on_ray.py", folder)[-1] == "[(0, [20.0, 20.0]), (1, [20.0, 20.0])]"
@@ -135,7 +134,6 @@ def test_options_of_actors_are_a_mapping() -> None:
 
 
 def test_actors_that_find_no_room_are_an_error() -> None:
-    """Of Ray where it is installed, else of the stand-in."""
     modules: dict[str, Any] = {}
     if importlib.util.find_spec("ray") is None:
         modules["ray"] = importlib.import_module("stand_ins.ray_stand_in")
@@ -169,7 +167,7 @@ def test_a_step_of_slurm_on_two_nodes() -> None:
 
 
 def test_what_a_step_says_twice_is_one_rank() -> None:
-    """srun with MPI support sets PMI's variables, too, which have no local rank."""
+    """srun with MPI support also sets the variables of PMI, which have no local rank."""
     pmi = {"PMI_RANK": STEP["SLURM_PROCID"], "PMI_SIZE": STEP["SLURM_STEP_NUM_TASKS"]}
     assert launchers.variables({**STEP, **pmi}) == launchers.variables(STEP)
     assert "LOCAL_RANK" not in launchers.variables({**STEP, **pmi, "PMI_RANK": "0"})
@@ -184,7 +182,7 @@ def test_what_a_step_says_twice_is_one_rank() -> None:
     ],
 )
 def test_who_started_this_process_last_counts(more: dict[str, str], rank: str) -> None:
-    """mpirun and torchrun inside of a step of SLURM, which starts them once for a node."""
+    """mpirun and torchrun run inside a step of SLURM, which starts them once for each node."""
     with only({**STEP, **more}):
         assert interlace.launched()
         found = {**os.environ}
@@ -194,7 +192,7 @@ def test_who_started_this_process_last_counts(more: dict[str, str], rank: str) -
 
 
 OF_RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
-# what a variable is changed to in a whole environment, and the words that refuse it
+# variables, their changes, and the words of the error
 WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
     (OF_RANK, {"RANK": "4"}, "must be less than WORLD_SIZE='4'"),
     (OF_RANK, {"RANK": "-1"}, "must be a whole number, at least 0"),
@@ -241,7 +239,6 @@ def test_a_wrong_variable_is_named(
 
 @pytest.mark.parametrize("join", [interlace.launched, interlace.init, interlace.barrier])
 def test_it_is_named_before_anybody_is_waited_for(join: Any) -> None:
-    """Of these ranks there is one."""
     with only({**OF_RANK, "RANK": "4"}), pytest.raises(ValueError, match="RANK='4' in the env"):
         join()
 
@@ -253,7 +250,7 @@ def test_half_of_a_rank_is_named(given: dict[str, str], named: str) -> None:
 
 
 def test_what_fits_a_launcher_is_filled_in() -> None:
-    """Scripts for SLURM often export WORLD_SIZE, or RANK for each task, and leave the rest to it."""
+    """Scripts for SLURM often export WORLD_SIZE, or RANK for each task, and nothing else."""
     whole = launchers.variables(STEP)
     for own in ({"WORLD_SIZE": "8"}, {"RANK": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}):
         assert launchers.variables({**STEP, **own}) == whole
@@ -262,7 +259,9 @@ def test_what_fits_a_launcher_is_filled_in() -> None:
 
 
 def test_mpirun_on_hosts_of_slurm() -> None:
-    """As Open MPI 4.1 did in a batch job of SLURM 22.05: ranks of its own host are in no step."""
+    """These are the variables of Open MPI 4.1 in a batch job of SLURM 22.05: ranks of the first host have
+    no step.
+    """
     job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"}
     step |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
@@ -286,7 +285,6 @@ def test_mpirun_on_hosts_of_slurm() -> None:
     ],
 )
 def test_a_group_of_torch_knows_its_ranks(rank: int, variables: dict[str, str], named: str) -> None:
-    """A rank that torch does not look at, given by hand, and its number on the host."""
     with mock.patch.dict(os.environ, variables), pytest.raises(ValueError, match=named):
         dist.init_process_group("interlace", store=dist.HashStore(), rank=rank, world_size=2)
     assert not dist.is_initialized()
@@ -299,7 +297,6 @@ def test_a_batch_script_is_no_rank() -> None:
 
 
 def test_manifests_have_their_form() -> None:
-    """What they start is there, with options that torchrun has."""
     yaml = pytest.importorskip("yaml")
     from torch.distributed.run import get_args_parser
 
@@ -340,7 +337,7 @@ one_op()
 
 
 def failed_under_torchrun(folder: Path, ranks: int, script: str, *arguments: str) -> str:
-    """What torchrun and its ranks print; it blames rank 1."""
+    """Return the output of torchrun and of its ranks; torchrun must blame rank 1."""
     (folder / "fails.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(folder / "fails.py"), *arguments]
@@ -351,7 +348,6 @@ def failed_under_torchrun(folder: Path, ranks: int, script: str, *arguments: str
 
 @thorough
 def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
-    """The other one prints where it called interlace, and nothing of what is within."""
     said = failed_under_torchrun(tmp_path, 2, FAILING)
     assert "AbortedError: rank 1 aborted" in said and "no such file" in said
     assert 'fails.py", line 7, in one_op' in said
@@ -361,7 +357,7 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_another", [False, True])
 def test_who_fails_because_of_another_rank_ends_after_it(of_another: bool, tmp_path: Path) -> None:
-    """torchrun's root cause has the earliest stamp, or else is the first process that it saw end."""
+    """torchrun's root cause is the earliest timestamp, or otherwise the first process that ended."""
     said, error = tmp_path / "error.json", InterlaceError("own")
     if of_another:
         error.__cause__ = PeerDiedError(1, 77, "barrier")

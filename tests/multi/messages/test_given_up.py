@@ -1,4 +1,4 @@
-"""Ops that a rank gives up in the midst of them: all hear of it, and nobody takes other data for his.
+"""Ops that a rank aborts while they run: all ranks get an error, and no rank takes wrong data.
 
 Ranks are on one host, or on two.
 """
@@ -35,12 +35,12 @@ def processes_of_its_own() -> None:
 
 
 class LateError(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 @contextmanager
 def signalled() -> Iterator[None]:
-    """A signal comes once a message is waited for; its handler raises LateError."""
+    """A signal comes during a wait for a message; its handler raises LateError."""
 
     def send() -> None:
         while not any(each.awaited for each in list(mail._mails)):
@@ -59,7 +59,7 @@ def signalled() -> Iterator[None]:
 
 
 def receive() -> None:
-    """With a bound, which rank 1 needs: two that wait for each other would be a deadlock."""
+    """Receive with a bound: without one, two ranks that wait for each other would be a deadlock."""
     work = interlace.irecv(torch.zeros(1), 1 - interlace.get_rank())
     work.wait(timeout=600)
 
@@ -68,11 +68,11 @@ def receive() -> None:
 @pytest.mark.parametrize("message", [True, False])
 @ranks(2)
 def test_an_op_whose_thread_cannot_be_started(hosts: int, message: bool) -> None:
-    """It had begun once, and a later receive got the data of the first."""
+    """Such a receive once began, and a later receive got the data of the first."""
     no_thread = RuntimeError("can't start new thread")
     group = default_group()
     group.barrier()
-    while any(each._thread for each in list(mail._mails)):  # of messages before
+    while any(each._thread for each in list(mail._mails)):  # for earlier messages
         time.sleep(1e-3)
     if group.rank == 0:
         with (
@@ -102,7 +102,6 @@ def test_a_signal_ends_a_receive_that_nobody_can_wait_for_again(hosts: int) -> N
 
 @ranks(2, backend="interlace")
 def test_a_signal_ends_torchs_receive() -> None:
-    """It is called again where the exception is handled."""
     tensor = torch.zeros(1)
     said = "rank 0 aborted the group: recv was still running after LateError"
     ended = pytest.raises(interlace.InterlaceError, match=said)
@@ -122,7 +121,6 @@ def test_a_signal_ends_torchs_receive() -> None:
 @HOSTS
 @ranks(2)
 def test_a_handle_that_is_dropped_after_a_signal(tmp_path: Path, hosts: int) -> None:
-    """Rank 0 waits again after a signal, and after another it does not."""
     group = default_group()
     store = FileStore(str(tmp_path / "again"), 2)
     if group.rank == 1:
@@ -146,10 +144,7 @@ def test_a_handle_that_is_dropped_after_a_signal(tmp_path: Path, hosts: int) -> 
 @HOSTS
 @ranks(2)
 def test_a_send_that_is_late_alone_after_a_part_has_left(tmp_path: Path, hosts: int) -> None:
-    """Nobody waits for it, and it is asked for too late.
-
-    Its tensor is the caller's again, so the rest of the message would be something else.
-    """
+    """The caller may change the tensor again, so the rest of the message would have other contents."""
     store = FileStore(str(tmp_path / "late"), 2)
     group = default_group()
     tensor = torch.ones(LARGE)
@@ -172,7 +167,6 @@ def test_a_send_that_is_late_alone_after_a_part_has_left(tmp_path: Path, hosts: 
 
 @ranks(2, hosts=2)
 def test_what_was_sent_comes_though_something_is_sent_to_who_has_left() -> None:
-    """Rank 0 sends and leaves at once; rank 1 sends something meanwhile, and receives all."""
     group = default_group()
     group.barrier()
     if group.rank == 0:

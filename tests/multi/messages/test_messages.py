@@ -30,7 +30,7 @@ NOBODY = -1
 
 
 class LateError(Exception):
-    """What the handler of a signal raises."""
+    """The exception of the signal handler."""
 
 
 def own_engine(group: Any = None) -> HostEngine:
@@ -40,7 +40,7 @@ def own_engine(group: Any = None) -> HostEngine:
 
 
 def by_python(rank: int) -> None:
-    """The group of this run moves pieces by Python on this rank."""
+    """On this rank, the group of this run moves pieces by Python."""
     if interlace.get_rank() == rank:
         engine = own_engine()
         with mock.patch.object(boxes, "_machine_code", lambda: None):
@@ -73,7 +73,7 @@ def content(source: int, tag: int, nbytes: int) -> torch.Tensor:
 )
 @ranks()
 def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) -> None:
-    """Every size class, more at once than a box holds; by machine code and by Python, also mixed."""
+    """Messages of each size class fill more than a box, by machine code and by Python."""
     rank = interlace.get_rank()
     by_python(python)
     sizes = [max(0, nbytes - 7 * number) for number in range(count)]
@@ -94,7 +94,6 @@ def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) ->
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
 @ranks(2)
 def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python: int) -> None:
-    """Each waits for the end of what it sends: it is kept meanwhile."""
     rank = interlace.get_rank()
     target = torch.zeros(nbytes, dtype=torch.uint8)
     by_python(python)
@@ -108,7 +107,7 @@ def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python:
 
 
 def no_memory() -> Any:
-    """Within it there is no memory to keep a message."""
+    """Allow no memory for kept messages."""
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     return mock.patch.object(mail.torch, "empty", side_effect=error)
 
@@ -116,7 +115,6 @@ def no_memory() -> Any:
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
 @ranks(2)
 def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> None:
-    """It stays where it is meanwhile."""
     message = content(0, 5, nbytes)
     if interlace.get_rank() == 0:
         work = interlace.isend(message, 1, tag=5)
@@ -135,7 +133,7 @@ def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> N
 
 @ranks(2)
 def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
-    """What is asked for comes behind a large message, which nobody has asked for."""
+    """The receive asks for a message that comes after a large message."""
     rank, nbytes = interlace.get_rank(), 5_000_000
     said = "rank 1: no memory to keep 5000000 bytes from rank 0 .tag 5., not yet asked for"
     said = f"^{said}$" if rank else f"^rank 1 aborted the group: .*{said}"
@@ -159,9 +157,10 @@ def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
 
 
 def interrupted(call: Callable[[], object], seconds: float, times: list[int]) -> None:
-    """``call`` until it succeeds; ``times`` counts how often a timer's signal ended it by an exception.
+    """Call until it succeeds; ``times`` counts the exceptions of a timer's signal.
 
-    A little later each time: who is interrupted within microseconds of every call comes to nothing.
+    The signal comes a little later each time, because an interrupt within microseconds of every call allows
+    no progress.
     """
 
     def handler(number: int, frame: object) -> None:
@@ -184,7 +183,7 @@ def interrupted(call: Callable[[], object], seconds: float, times: list[int]) ->
 
 
 def interrupted_waits(nbytes: int) -> str:
-    """Rank 1's waits for a message are ended by signals until it comes: it comes, or all hear why not."""
+    """Signals end rank 1's waits for a message until it comes, or all ranks get an error."""
     if interlace.get_rank() == 0:
         time.sleep(0.1)
         try:
@@ -211,14 +210,13 @@ def interrupted_waits(nbytes: int) -> str:
 
 @pytest.mark.parametrize("nbytes", [100, 300_000])
 def test_a_wait_that_a_signal_ends_loses_nothing(nbytes: int) -> None:
-    """Or it ends the group, if it came in the midst of a change, which all hear."""
+    """A signal in the middle of a change ends the group on all ranks."""
     said = interlace.run(interrupted_waits, 2, nbytes, place="shm")
     assert said in (["fine"] * 2, ["AbortedError"] * 2)
 
 
 @ranks(2)
 def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
-    """While Python's state of messages changes: on all ranks, at once."""
     said = "^rank 1 aborted the group: an exception while messages moved: LateError: now$"
     ended = pytest.raises(interlace.AbortedError, match=said)
     if interlace.get_rank() == 0:
@@ -235,10 +233,7 @@ def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
 
 @ranks(2)
 def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
-    """A message that never comes, waited for again and again: the last wait ends with the op's bound.
-
-    Each wait is ended long before that: with bounds of their own this would have no end.
-    """
+    """With a bound for each wait, a receive that is interrupted again and again would never end."""
     end, seconds = tmp_path / "end", 1.0
     if interlace.get_rank() == 0:
         while not end.exists():
@@ -258,7 +253,6 @@ def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
-    """It comes right before the end of a receive is told: it is told by the next wait."""
     if interlace.get_rank() == 0:
         interlace.barrier()
         interlace.send(torch.ones(4), 1)
@@ -282,7 +276,6 @@ def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
 
 
 def test_a_message_may_begin_while_others_are_looked_through() -> None:
-    """As a signal handler's may, between any two steps of Python."""
     boxes = SimpleNamespace(move=lambda *_, **__: False)
     messages = mail.Messages(SimpleNamespace(rank=0), boxes, print)
     traffic = messages._traffic
@@ -303,10 +296,7 @@ def test_a_message_may_begin_while_others_are_looked_through() -> None:
 
 @ranks(2)
 def test_messages_that_ends_of_others_begin() -> None:
-    """Ends are told when all is seen to: else a record would be read again by what they begin.
-
-    Each receive of rank 1 is begun by the end of the one before, and answered by its end, too.
-    """
+    """Each receive of rank 1 starts in the callback of the one before, and its callback answers it."""
     count = 30
     found = [torch.full((1,), -1) for _ in range(count)]
     if interlace.get_rank() == 0:
@@ -336,7 +326,6 @@ def test_messages_that_ends_of_others_begin() -> None:
 
 @ranks(2)
 def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
-    """Whose receiver has left: nothing that keeps a thread or the group."""
     group = interlace.new_group()
     if interlace.get_rank() == 0:
         with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
@@ -350,7 +339,6 @@ def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
 
 @ranks(2)
 def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
-    """A thread of its parent moves messages meanwhile."""
     rank, target, mail = interlace.get_rank(), torch.zeros(1), own_engine().mail
     pending = interlace.irecv(target, 1 - rank)
     held, forked = threading.Event(), threading.Event()
@@ -389,7 +377,7 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
 
 @ranks(2)
 def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
-    """Each ring is a call of the operating system, and may cost the one who rings its core."""
+    """Each ring is a call of the operating system, and may cost the ringing process its core."""
     control = own_engine()._group.control
     assert control is not None
     word = control.mail_asleep(1 - interlace.get_rank())

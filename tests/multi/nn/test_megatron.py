@@ -29,7 +29,6 @@ Tensor = torch.Tensor
 
 @contextmanager
 def layers_of_megatron() -> Iterator[Any]:
-    """Megatron-core's module of layers, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
@@ -58,7 +57,7 @@ def init(weight: Tensor) -> None:
 
 
 class ParallelBlock(torch.nn.Module):
-    """A column-parallel layer, built with ``first`` too, and a row-parallel one, with ``second``."""
+    """A column-parallel layer with the options ``first``, and a row-parallel one with ``second``."""
 
     def __init__(self, module: Any, sharded: bool, first: Any = (), second: Any = ()) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class ParallelBlock(torch.nn.Module):
 
 
 def duplicate(layer: Any) -> Any:
-    """A copy of a layer in the same group: those of torch cannot be copied."""
+    """Copy a layer in the same group: torch's groups cannot be copied."""
     group = dist.group.WORLD
     return copy.deepcopy(layer, {id(group): group})
 
@@ -135,7 +134,6 @@ def test_patched_layers_give_the_same_numbers() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_accumulation_needs_no_apex() -> None:
-    """main_grad without APEX, at once and by way of Megatron's buffers."""
     with layers_of_megatron() as module:
         block = ParallelBlock(module, True)
         expected = step(block, True)
@@ -219,7 +217,6 @@ def test_what_cannot_be_served_is_left_alone() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_a_group_of_one_rank_does_not_communicate() -> None:
-    """Each rank has one of its own."""
     with layers_of_megatron() as module:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         group = groups[dist.get_rank()]
@@ -238,7 +235,6 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 @needs_megatron
 @ranks(backend="interlace")
 def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
-    """With sequence parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -246,7 +242,7 @@ def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Norm(torch.nn.LayerNorm):
-        """Megatron has none of its own for sequence shards without APEX or Transformer Engine."""
+        """Without APEX and Transformer Engine, Megatron has no norm for sequence shards."""
 
         def __init__(
             self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any
@@ -310,7 +306,7 @@ def test_what_excludes_each_other_is_refused(wrong: dict[str, Any], text: str) -
 
 
 def test_names_of_older_and_later_versions() -> None:
-    """The group by position: the tenth argument once, the ninth later."""
+    """Older versions pass the group as the tenth positional argument, later ones as the ninth."""
     x, w = torch.ones(2, 3), torch.ones(4, 3)
 
     def shapes() -> list[tuple[int, ...]]:

@@ -1,21 +1,28 @@
-"""Layers of interlace.nn against the unsharded ones of torch, in float64, over two steps.
+"""Layers of interlace.nn against the unsharded ones of torch, in float64, over two steps; cross entropy.
 
-Every rank makes both under the same seed, gives each its part of the same input, and compares what comes
-out, and all gradients, with its part of the unsharded ones.
+Every rank makes both under the same seed and gives each its part of the same input. It compares outputs and
+gradients with its part of the unsharded ones.
 """
 
+import contextlib
 import functools
+import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import interlace
 from cases import linear_cases
 from interlace import nn as inn
+from interlace.kernels.tiling import split_rows
+from interlace.nn import vocabulary
 from ranks import ranks
 from tiers import few
 
@@ -51,7 +58,7 @@ class GatedMLP(nn.Module):
 
 @dataclass
 class LayerCase:
-    """``layer`` and ``reference`` make modules; ``takes`` and ``gives`` say which part a rank has."""
+    """``layer`` and ``reference`` make modules; ``takes`` and ``gives`` name the part of a rank."""
 
     layer: Callable[..., nn.Module]
     reference: Callable[[], nn.Module]
@@ -70,7 +77,6 @@ def of_kind(kind: Any, *sizes: Any, **options: Any) -> Callable[..., Any]:
 
 
 def sharded(options: dict[str, Any]) -> str:
-    """The part of activations between layers."""
     return SEQUENCE if options.get("sequence_parallel", True) else WHOLE
 
 
@@ -165,7 +171,6 @@ CASES = {
 
 
 def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> torch.Tensor:
-    """The calling rank's part of what all of them have."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     if kind == WHOLE:
         return tensor
@@ -177,9 +182,11 @@ def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> 
 
 
 def close(found: Any, expected: Any, what: str) -> None:
-    """Sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
+    """The bound is for sums of products of numbers of order one."""
+    assert found is not None, what
+    bound = 1e-12 if found.dtype == F64 else 16 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(
-        found, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
+        found.double(), expected, rtol=bound, atol=bound, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -220,7 +227,12 @@ def compare(name: str, case: LayerCase) -> None:
 
 
 def compare_step(
-    name: str, case: LayerCase, layer: nn.Module, reference: nn.Module, step: int
+    name: str,
+    case: LayerCase,
+    layer: nn.Module,
+    reference: nn.Module,
+    step: int,
+    dtype: torch.dtype = F64,
 ) -> None:
     generator = torch.Generator().manual_seed(step)
     shape = {"sbh": (LENGTH, BATCH), "bsh": (BATCH, LENGTH), "sh": (LENGTH,)}[case.layout]
@@ -228,13 +240,16 @@ def compare_step(
         x = torch.randint(VOCABULARY, shape, generator=generator)
         x[0] = 0  # the padding of one of the cases
     else:
-        x = torch.randn(*shape, case.features, generator=generator, dtype=F64).requires_grad_()
-    mine = part(x.detach(), case.takes, case.layout).clone().requires_grad_(x.requires_grad)
+        x = torch.randn(*shape, case.features, generator=generator, dtype=F64)
+        x = x.to(dtype).double().requires_grad_()
+    mine = part(x.detach(), case.takes, case.layout).clone()
+    if not case.indices:
+        mine = mine.to(dtype).requires_grad_()
     skipped = getattr(layer, "skip_bias_add", False)
     results, whole = outputs_of(layer(mine), skipped), outputs_of(reference(x), False)
     losses, total = [], torch.zeros((), dtype=F64)
     for index, (result, expected) in enumerate(zip(results, whole, strict=True)):
-        probe = torch.randn(expected.shape, generator=generator, dtype=F64)
+        probe = torch.randn(expected.shape, generator=generator, dtype=F64).to(dtype).double()
         sharding = getattr(layer, "qkv"[index]).weight.sharding if len(whole) > 1 else None
         right = part(expected, case.gives, case.layout, sharding)
         close(result, right, f"{name}: output {index}")
@@ -243,7 +258,7 @@ def compare_step(
             # each replica has an own share of the loss
             weight = weight * (1 + interlace.get_rank() % sharding.copies)
             probe = probe * sum(1 + r for r in range(sharding.copies))
-        losses.append((result * weight).sum())
+        losses.append((result * weight.to(dtype)).sum())
         total = total + (expected * probe).sum()
     torch.stack(losses).sum().backward()
     total.backward()  # type: ignore[no-untyped-call]
@@ -254,6 +269,21 @@ def compare_step(
     for key, value in layer.named_parameters():
         right = own[key].local(expected_grads[key].grad)  # type: ignore[arg-type]
         close(value.grad, right, f"{name}: gradient of {key}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks()
+def test_linear_layers_within_the_bounds_of_their_dtype(place: str, dtype: torch.dtype) -> None:
+    for name in ("column", "column, replicated", "row", "row, replicated", "qkv"):
+        case = CASES[name]
+        layer, reference = case.layer().to(dtype), case.reference()
+        shardings = inn.shardings(layer)
+        with torch.no_grad():
+            for key, value in reference.named_parameters():
+                value.copy_(value.to(dtype))
+                dict(layer.named_parameters())[key].copy_(shardings[key].local(value))
+        compare_step(name, case, layer, reference, 0, dtype)
 
 
 def compare_all(names: Iterable[str] = tuple(CASES)) -> None:
@@ -275,7 +305,6 @@ def test_gradients_in_a_simulation() -> None:
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
 @ranks()
 def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:
-    """Fewer key-value heads than ranks."""
     compare("qkv", heads(kv, 1, world_size != 3))
 
 
@@ -296,7 +325,7 @@ def some_input() -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of two microbatches."""
+    """Return the gradients of two microbatches."""
     for factor in (1.0, -0.5):
         (model(some_input() * factor) ** 2).sum().backward()
     return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
@@ -334,7 +363,6 @@ def test_shared_heads_refuse_what_would_leave_their_sum_out() -> None:
 @pytest.mark.filterwarnings("ignore")
 @ranks()
 def test_compiled_models_have_the_same_gradients() -> None:
-    """torch.compile goes around the layers."""
     model = nn.Sequential(block(), nn.Linear(WIDTH, 3, dtype=F64), nn.GELU())
     kept = {key: value.clone() for key, value in gradients(model).items()}
     model.zero_grad()
@@ -355,7 +383,6 @@ def test_without_gradients() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @ranks()
 def test_weight_that_is_embedding_and_head(world_size: int) -> None:
-    """Of a vocabulary that the ranks do not divide."""
     torch.manual_seed(2)
     embedding = inn.VocabParallelEmbedding(VOCABULARY, WIDTH, dtype=F64)
     torch.manual_seed(2)
@@ -376,9 +403,125 @@ def test_weight_that_is_embedding_and_head(world_size: int) -> None:
 
 @ranks()
 def test_linear_functions() -> None:
-    """Where torch runs every rank's backward by itself."""
-    for sequence_parallel in (True, False):
-        linear_cases.column_case(torch.float32, 3, 1, 3, True, sequence_parallel)
-        linear_cases.row_case(torch.float32, 3, 1, True, sequence_parallel)
     linear_cases.autocast()
     linear_cases.side_by_side()
+
+
+TOKENS, CLASSES, IGNORED = (5, 3), 29, -100
+DOUBLE, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+BOUNDS = {DOUBLE: 1e-13, F32: 1e-5, BF16: 1e-5}
+
+
+def losses_close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+
+
+def compare_losses(
+    classes: int = CLASSES, *, dtype: torch.dtype = DOUBLE, ignored: bool = True, **options: Any
+) -> None:
+    """Compare loss and gradient with a reference in float64 of the rounded logits."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(*TOKENS, classes, generator=generator, dtype=DOUBLE) * 4).to(dtype)
+    target = torch.randint(classes, TOKENS, generator=generator)
+    if ignored:
+        target[1] = IGNORED
+    size = interlace.get_world_size()
+    first, count = split_rows(classes, size)[interlace.get_rank()]
+    mine = logits.narrow(-1, first, count).clone().requires_grad_()
+    whole = logits.double().requires_grad_()
+    of_all = {} if classes % size == 0 else {"vocab_size": classes}
+    loss = inn.VocabParallelCrossEntropy(**of_all, **options)(mine, target)
+    expected = F.cross_entropy(whole.flatten(0, 1), target.flatten(), **options)
+    assert loss.dtype == (DOUBLE if dtype == DOUBLE else F32)
+    losses_close(loss, expected.view(loss.shape), BOUNDS[dtype])
+    probe = torch.randn(loss.shape, generator=torch.Generator().manual_seed(4), dtype=DOUBLE)
+    (loss * probe).sum().backward()
+    (expected * probe.view(expected.shape)).sum().backward()
+    assert mine.grad is not None and whole.grad is not None and mine.grad.dtype == dtype
+    rounding = 2.0**-8 if dtype == BF16 else BOUNDS[dtype]
+    losses_close(mine.grad, whole.grad.narrow(-1, first, count), rounding)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@ranks()
+def test_loss_and_gradient(world_size: int) -> None:
+    for smoothing in (0.0, 0.1):
+        compare_losses(12, reduction="sum", label_smoothing=smoothing)
+        compare_losses(reduction="mean", label_smoothing=smoothing)
+        compare_losses(reduction="none", ignored=False, label_smoothing=smoothing)
+
+
+@ranks()
+def test_other_dtypes_and_pieces() -> None:
+    for dtype in (F32, BF16):
+        compare_losses(dtype=dtype, label_smoothing=0.2)
+    with mock.patch("interlace.nn.vocabulary.ELEMENTS_AT_ONCE", 40):
+        compare_losses(label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("classes", [1, 5])
+@ranks(4)
+def test_ranks_without_classes(classes: int) -> None:
+    compare_losses(classes, ignored=False)
+
+
+@ranks()
+def test_no_tokens_that_count() -> None:
+    logits, target = torch.zeros(2, 3, requires_grad=True), torch.full((2,), IGNORED)
+    assert math.isnan(inn.vocab_parallel_cross_entropy(logits, target).item())  # as torch
+    total = inn.vocab_parallel_cross_entropy(logits, target, reduction="sum")
+    total.backward()
+    assert logits.grad is not None and total.item() == logits.grad.abs().sum().item() == 0.0
+
+
+@ranks()
+def test_large_logits() -> None:
+    """exp() of these logits overflows in fp32."""
+    logits = torch.full((1, 2), 500.0 if interlace.get_rank() else -500.0)
+    for target, expected in ((2, math.log(2)), (0, 1000 + math.log(2))):
+        loss = inn.vocab_parallel_cross_entropy(logits, torch.tensor([target]))
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+@ranks()
+def test_an_error_within_it_ends_it_on_all_ranks(step: str) -> None:
+    logits = torch.zeros(*TOKENS, 2, requires_grad=True)
+    target = torch.zeros(TOKENS, dtype=torch.int64)
+    failing: Any = contextlib.nullcontext()
+    if interlace.get_rank() == 1:
+        full = mock.Mock(side_effect=RuntimeError("memory is full"))
+        failing = mock.patch.object(vocabulary, "_pieces", full)
+    loss = inn.vocab_parallel_cross_entropy(logits, target) if step == "backward" else None
+    with pytest.raises(Exception, match=r"memory is full.*") as caught:
+        with failing:
+            if loss is None:
+                inn.vocab_parallel_cross_entropy(logits, target)
+            else:
+                loss.backward()
+        interlace.barrier()
+    assert interlace.get_rank() or (caught.type is ValueError and "rank 1" in str(caught.value))
+
+
+TARGET = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        (
+            {"target": TARGET[:3]}, ValueError,
+            "target must have shape (4,) for logits of shape (4, 3), got (3,)",
+        ),
+        ({"target": TARGET + 6}, ValueError, "target must be within 0..5, got 6"),
+        ({"target": TARGET.float()}, TypeError, "target must be an int64 tensor, got torch.float32"),
+        ({"reduction": "average"}, ValueError, "reduction must be one of"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be within 0..1, got 1.5"),
+        ({"vocab_size": 4}, ValueError, "logits must have 2 of vocab_size 4 classes, got 3"),
+    ],
+)  # fmt: skip
+@ranks()
+def test_misuse_on_one_rank_is_refused_on_all(wrong: Any, kind: Any, text: str) -> None:
+    given = {"target": TARGET, **(wrong if interlace.get_rank() == 1 else {})}
+    with pytest.raises(kind, match=re.escape(text)):
+        inn.vocab_parallel_cross_entropy(torch.zeros(4, 3), **given)

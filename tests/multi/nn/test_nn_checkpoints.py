@@ -22,7 +22,7 @@ VOCABULARY, WIDTH, HEADS, KV = 7, 8, 4, 2
 
 
 class ShardedModel(nn.Module):
-    """Every layer there is; with more than two ranks the key-value heads are replicated."""
+    """A model with every layer; with more than two ranks the key-value heads are replicated."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def made(seed: int, group: Any = None, kind: Any = ShardedModel) -> nn.Module:
 
 
 def named(form: str) -> Any:
-    """The group of all ranks, in one of the forms."""
+    """Return the group of all ranks in one of the forms."""
     size = dist.get_world_size()
     if form == "mesh":
         return init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor")), "tensor"
@@ -80,7 +80,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """A step with gradients that are drawn, each rank's part of the same."""
+    """Take a step with random gradients; each rank has its part of the same gradients."""
     own = inn.shardings(model)
     for key, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(100 * step + sum(key.encode()))
@@ -119,7 +119,7 @@ def save(world_size: int, folder: Path, form: str) -> None:
 
 @ranks(backend="interlace")
 def load(world_size: int, folder: Path, form: str) -> None:
-    """Into a model with other weights, in place; it goes on as if it had never stopped."""
+    """Load into a model with other weights in place, and continue the training."""
     model = made(2, named(form))
     optimizer = adam(model)
     states = states_of(model, optimizer)
@@ -134,7 +134,6 @@ def load(world_size: int, folder: Path, form: str) -> None:
 
 @ranks(1)
 def load_alone(folder: Path) -> None:
-    """One rank, no torch.distributed."""
     model = made(2)
     optimizer = adam(model)
     states = states_of(model, optimizer)
@@ -181,7 +180,6 @@ def check_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @ranks(4, backend="interlace")
 def test_dtensors_over_some_ranks_load_over_all() -> None:
-    """From pairs of ranks, however these are named."""
     pairs = [[0, 1], [2, 3]]
     groups = [dist.new_group(each) for each in pairs]
     own = groups[dist.get_rank() // 2]
@@ -202,7 +200,6 @@ def whole(value: Any) -> torch.Tensor:
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
 @ranks(4, backend="interlace")
 def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
-    """Two steps of DDP or FSDP2 over one dimension of a mesh, the layers split over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def wrapped(seed: int) -> tuple[nn.Module, nn.Module]:
@@ -264,7 +261,6 @@ def test_dtensors_need_torch_distributed() -> None:
 )
 @ranks(place="sim")
 def test_state_that_is_not_the_optimizers(wrong: Any, said: str) -> None:
-    """On one rank, and all are told."""
     model = inn.RMSNorm(4)
     optimizer = adam(model)
     state = inn.sharded_optimizer_state_dict(model, optimizer)

@@ -22,19 +22,18 @@ SMALL = "--steps 4 --hidden 16 --layers 1 --length 8 --batch 4"
 
 
 def train(*arguments: Any) -> dict[int, float]:
-    """The example's, for ranks, which find this file only."""
+    """Call the example's function; ranks can find only this file."""
     return train_example(*arguments)  # type: ignore[no-any-return]
 
 
 def train_without_moments(*arguments: Any) -> dict[int, float]:
-    """As if the optimizer were new when the training resumes."""
+    """Make a new optimizer when the training resumes."""
     nothing = {"sharded_optimizer_state_dict": mock.Mock(return_value={})}
     with mock.patch.multiple(example.nn, **nothing, load_optimizer_state_dict=mock.DEFAULT):
         return train(*arguments)
 
 
 def ran(capsys: pytest.CaptureFixture[str], train: Any, options: str) -> tuple[Any, str]:
-    """Exit status and output."""
     with mock.patch.object(example, "train", train), pytest.raises(SystemExit) as ended:
         example.main(f"{SMALL} {options}".split())
     return ended.value.code, capsys.readouterr().out

@@ -27,7 +27,7 @@ needs_modes = pytest.mark.skipif(UPWARD is None, reason="its modes are not known
 
 @contextmanager
 def in_mode(mode: str) -> Iterator[None]:
-    """This thread, and torch's threads that begin here, compute in ``mode``."""
+    """Set ``mode`` in this thread, and in torch's threads that start here."""
     if mode == "upward":
         assert ctypes.CDLL(None).fesetround(UPWARD) == 0
     elif mode == "no denormals":
@@ -40,7 +40,7 @@ def in_mode(mode: str) -> Iterator[None]:
 
 
 def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Denormal numbers, and such whose sums are rounded."""
+    """Return denormal numbers, and numbers whose sums are rounded."""
     real = torch.float32 if dtype.is_complex else dtype
     generator = torch.Generator().manual_seed(rank)
     made = torch.rand(nbytes // real.itemsize, generator=generator).to(real)
@@ -52,7 +52,6 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATS)
 @ranks(2)
 def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
-    """The usual ones, or of large tensors the same on both ranks, whatever the mode of rank 1 is."""
     rank = interlace.get_rank()
     # a complex product depends on where in the range its factors are
     ops = ["sum", "avg", *([] if dtype.is_complex else ["product", "min", "max"])]

@@ -21,7 +21,6 @@ FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
 @pytest.mark.parametrize("world_size", few([2, 3], 3))
 @ranks()
 def test_every_operation(world_size: int) -> None:
-    """All of the table for a few dtypes."""
     served = [
         api_cases.serve(each.name, FEW, False, True)
         for each in support_table.OPERATIONS
@@ -32,14 +31,12 @@ def test_every_operation(world_size: int) -> None:
 
 @ranks(3)
 def test_every_reduction() -> None:
-    """All ops and dtypes; an element count for which the ranks cut the work unevenly."""
     assert api_cases.serve("all_reduce", support_table.REDUCED_DTYPES, False) > 100
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @ranks()
 def test_large(world_size: int) -> None:
-    """Messages of many pieces, in each direction, and bitwise equality of a sum that rounds."""
     rank, elements, world = interlace.get_rank(), 300_001, world_size
 
     def noise(of: int) -> torch.Tensor:
@@ -78,7 +75,7 @@ def fifo(tmp_path: Path) -> str:
 
 @ranks(2)
 def test_async_ops_return_before_the_others_have_called(fifo: str) -> None:
-    """Rank 0 starts each op and goes on; only then does rank 1 call it. A call that blocks never ends."""
+    """Rank 1 calls each op only after rank 0 has started it, so a call that blocks never ends."""
     rank = interlace.get_rank()
     ones = torch.ones(4)
     out, two = torch.empty(8), torch.empty(2)
@@ -114,7 +111,6 @@ def test_async_ops_return_before_the_others_have_called(fifo: str) -> None:
 
 @ranks(3)
 def test_monitored_barrier_names_who_is_missing() -> None:
-    """Rank 1 stays out: rank 0 names it, rank 2 says that it was not its own fault."""
     rank = interlace.get_rank()
     interlace.monitored_barrier(timeout=timedelta(seconds=300))
     for wait_all in (False, True):
@@ -136,7 +132,6 @@ def test_monitored_barrier_names_who_is_missing() -> None:
 
 @ranks(2)
 def test_what_one_rank_refuses_of_an_asynchronous_op_all_refuse() -> None:
-    """When they wait; the group goes on."""
     rank, x = interlace.get_rank(), torch.ones(2)
     work = interlace.all_reduce(torch.ones(2 + rank), async_op=True)
     assert work is not None

@@ -1,6 +1,6 @@
-"""Ranks of one host that wait for each other hear of it at once; those that only seem to, go on.
+"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue.
 
-No timeout of these runs is ever reached: what is raised was seen.
+No timeout of these runs is ever reached: each error is a found deadlock.
 """
 
 import _thread
@@ -26,12 +26,12 @@ FEW = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def no_threads_of_other_tests() -> None:
-    """New processes: with a thread that is none of interlace's it is a warning."""
+    """Start new processes: a thread of another library would make a deadlock a warning."""
     default_pool.close()
 
 
 def summed(*groups: Any) -> str:
-    """The error of an all_reduce of each of these groups, one after another; empty if there is none."""
+    """Return the error of an all_reduce in each of these groups, one after another; "" if there is none."""
     try:
         for group in groups:
             interlace.all_reduce(torch.ones(FEW), group=group)
@@ -41,7 +41,7 @@ def summed(*groups: Any) -> str:
 
 
 def two_orders(groups: list[Any]) -> str:
-    """The last rank calls the ops of two groups in another order than the others, and then leaves them."""
+    """The last rank calls the ops of two groups in another order than the others, and then closes them."""
     last = interlace.get_rank() == interlace.get_world_size() - 1
     try:
         return summed(*groups[:: -1 if last else 1])
@@ -64,7 +64,7 @@ def test_ops_of_groups_in_another_order(world_size: int) -> None:
 
 @ranks(4)
 def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
-    """Though they leave as soon as they have found it: the first tells late that its wait has ended."""
+    """The first of these ranks reports late that its wait has ended."""
     with pytest.MonkeyPatch.context() as patch:
         if interlace.get_rank() == 0:
             ended = Blame.ended
@@ -80,7 +80,6 @@ def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
 
 @ranks(4)
 def test_a_circle_through_four_groups() -> None:
-    """Ranks 0 and 3 sum first over rows of two by two, 1 and 2 over columns."""
     made = [interlace.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
     row, column = (group for group in made if isinstance(group, Communicator))
     error = summed(*[row, column][:: -1 if interlace.get_rank() in (1, 2) else 1])
@@ -89,14 +88,13 @@ def test_a_circle_through_four_groups() -> None:
 
 @ranks(4, hosts=2)
 def test_in_a_group_of_several_hosts() -> None:
-    """Two of two ranks; the last rank is the odd one."""
     error = two_orders([interlace.new_group(), interlace.new_group()])
     assert "rank 2 of group" in error and "rank 3 of group" in error, error
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[tuple[list[str], threading.Event]]:
-    """What is logged, and whether anything was."""
+    """Return the log, and whether it has an entry."""
     texts: list[str] = []
     anything = threading.Event()
     handler = logging.Handler()
@@ -120,10 +118,8 @@ def start_thread(function: Callable[[], None], arguments: tuple[()]) -> None:
 @pytest.mark.parametrize("start", [start_thread, _thread.start_new_thread])
 @ranks(2)
 def test_where_other_threads_may_go_on_it_is_a_warning(start: Callable[..., object]) -> None:
-    """Those that ``threading`` does not know, too.
-
-    Every rank sums in two groups, in orders that differ; the second op is another thread's, which waits for
-    the warning, or the end, of the first.
+    """Every rank sums in two groups, in orders that differ. The second sum is in another thread, which
+    ``threading`` may not know.
     """
     groups = [interlace.new_group(), interlace.new_group()][:: 1 if interlace.get_rank() else -1]
     sums = [torch.ones(FEW), torch.ones(FEW)]
@@ -157,7 +153,7 @@ def test_ranks_that_receive_before_they_send() -> None:
 
 @ranks(2)
 def test_messages_under_way_are_no_deadlock() -> None:
-    """Rank 1 waits in a sum while its messages to rank 0 are still under way, which rank 0 takes slowly."""
+    """Rank 1 waits in a sum while rank 0 takes its messages slowly."""
     rank, count = interlace.get_rank(), 1 << 20
     for number in range(5):
         tensors = [torch.full((count,), float(number)) for _ in range(4)]
@@ -189,7 +185,6 @@ def test_messages_that_take_long_to_copy_are_no_deadlock() -> None:
 @pytest.mark.parametrize("op", ["all_reduce", "barrier"])
 @ranks(3)
 def test_a_monitored_barrier_names_who_waits_in_another_op(op: str, wait_all_ranks: bool) -> None:
-    """Rank 1 calls another op when the others are in the barrier; the group goes on afterwards."""
     rank, said = interlace.get_rank(), ""
     if rank != 1:
         with pytest.raises(interlace.CollectiveTimeoutError) as caught:

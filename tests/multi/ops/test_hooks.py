@@ -1,4 +1,4 @@
-"""Hooks of groups: what they see of which op, what they refuse, when they hear of the end."""
+"""Hooks of groups: the ops that they see, the ops that they refuse, and the end of a group."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ everywhere = pytest.mark.parametrize(("place", "hosts"), [("sim", 1), *in_proces
 
 
 class Seen:
-    """What hooks have seen: ("before" or "after", op, names of inputs, names of outputs)."""
+    """The calls of hooks: ("before" or "after", op, names of inputs, names of outputs)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, interlace.HookedOp]] = []
@@ -111,7 +111,6 @@ def test_options_of_fused_ops_are_there_though_they_are_none(place: str, hosts: 
 @everywhere
 @ranks(2)
 def test_after_an_op_its_results_are_there(place: str, hosts: int) -> None:
-    """Of an asynchronous one too, and whoever has waited for it has them looked at."""
     group = interlace.new_group()
     sums: list[float] = []
     with group.register_hook(after=lambda call: sums.append(call.outputs["tensor"].sum())):
@@ -224,7 +223,6 @@ def test_no_functions_and_what_is_none() -> None:
 
 
 def test_torchs_api_and_an_abort() -> None:
-    """Through methods of the process group, which hooks of it see; its abort is an end of it."""
     store, seen, ended = HashStore(), Seen(), threading.Barrier(2)
 
     def on_rank(rank: int) -> None:
@@ -283,7 +281,7 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
     x = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
     if group.rank == 1:
         x[1, 2] = x[1, 1] = value
-    output = torch.full((4, 3), NAN).to(dtype)  # what is only filled may be anything
+    output = torch.full((4, 3), NAN).to(dtype)  # outputs may have any contents
     checked = interlace.check_numerics(group, inf=kind == "inf")
     with pytest.raises(ValueError) as caught, checked:
         interlace.all_gather(output, x.to(dtype), group=group)
@@ -297,9 +295,9 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
 
 @ranks(2, backend="interlace")
 def test_the_index_is_that_of_a_complex_number_through_torchs_api() -> None:
-    """torch hands on a view of the tensor as real numbers; other views of it have their own index."""
+    """torch passes a view of the tensor as real numbers; other views have their own index."""
     x = torch.ones(2, 3, dtype=torch.complex64)
-    # the other one hears of it
+    # the other rank gets an error
     x[1, 2] = 1 if interlace.get_rank() else complex(1, NAN)
     with interlace.check_numerics(dist.group.WORLD):
         for tensor, place in ((x, "[1, 2]"), (x[:, 2].imag, "[1]"), (x.imag, "[1, 2]")):
@@ -311,7 +309,6 @@ def test_the_index_is_that_of_a_complex_number_through_torchs_api() -> None:
 
 @ranks(2, place="sim")
 def test_an_array_that_is_no_number_is_refused() -> None:
-    """Of numpy, or whoever has ``__dlpack__``; what cannot be taken as a tensor the op refuses itself."""
     array, read_only = np.ones(3), np.ones(3)
     array[interlace.get_rank()] = NAN
     read_only.flags.writeable = False
@@ -336,7 +333,7 @@ def test_infinities_are_numbers_by_default() -> None:
 def test_a_result_that_is_no_number_ends_the_group(
     place: str, hosts: int, asynchronous: bool
 ) -> None:
-    """inf - inf; whoever has not seen it itself hears of it, and from whom."""
+    """inf - inf is nan on one rank only; the error of the other ranks names that rank."""
     group = interlace.new_group()
     x = torch.tensor([1.0, INF if group.rank else -INF])
     checked, errors = interlace.check_numerics(group), (ValueError, interlace.InterlaceError)
@@ -350,7 +347,7 @@ def test_a_result_that_is_no_number_ends_the_group(
 @everywhere
 @ranks(2)
 def test_every_hook_that_saw_the_beginning_of_an_op_sees_its_end(place: str, hosts: int) -> None:
-    """One that a later hook refuses, too; that hook itself, and those behind it, see none."""
+    """A hook that refuses the op, and the hooks after it, see no end."""
 
     def refuse(call: interlace.HookedOp) -> None:
         if call.group.rank:
@@ -375,8 +372,6 @@ def test_every_hook_that_saw_the_beginning_of_an_op_sees_its_end(place: str, hos
 @pytest.mark.parametrize("refused", ["send", "recv"])
 @ranks(2)
 def test_a_message_that_a_hook_refuses_ends_the_group(place: str, hosts: int, refused: str) -> None:
-    """But in ``sim``, where the peer's wait is a deadlock."""
-
     def refuse(call: interlace.HookedOp) -> None:
         if call.op == refused:
             raise LookupError("not today")

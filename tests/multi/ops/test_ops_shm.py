@@ -1,56 +1,31 @@
-"""Ops across processes: all algorithms, and ranks out of step."""
+"""Ops across processes: all algorithms, norms, attention, activations with gradients, ranks out of step."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import interlace
+from cases.attention_cases import METHODS, AttentionCase, check
+from cases.head_exchange_cases import layered
+from interlace import nn
+from interlace.runtime.numerics.norms import NAMES, activate
 from ranks import ranks
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2}
-
-
-def operands(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Shard and weight of an all-gather + matmul, activations and weight of a matmul + reduce."""
-    generator = torch.Generator().manual_seed(1 + rank)
-    shard = torch.randn(17 + 3 * rank, 40, generator=generator).to(dtype)
-    activations = torch.randn(2 * world_size + 5, 24 + rank, generator=generator).to(dtype)
-    weight_out = torch.randn(24 + rank, 19, generator=generator).to(dtype)
-    weight_in = torch.randn(33, 40, generator=torch.Generator().manual_seed(0)).to(dtype).t()
-    return shard, weight_in, activations, weight_out
+from sim.norms.test_norms import OPS, Case, check as check_norms
+from support import noise
+from tiers import few, thorough
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "fused", "pipelined", "unfused"])
 @ranks(3)
-def test_fused_ops(algorithm: Any) -> None:
-    """Shards, rows and inner lengths that differ between ranks; asynchronous ops are under way at once."""
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    for dtype, async_op in ((torch.float32, False), (torch.bfloat16, True)):
-        inputs = [operands(each, world_size, dtype) for each in range(world_size)]
-        shard, weight_in, activations, weight_out = inputs[rank]
-        options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op}
-        made = [
-            interlace.all_gather_matmul(shard, weight_in, return_gathered=True, **options),
-            interlace.matmul_reduce_scatter(activations, weight_out, **options),
-            interlace.matmul_all_reduce(activations, weight_out, reduce_op="avg", **options),
-        ]
-        (gathered, output), scattered, reduced = (
-            [work.wait() for work in made] if async_op else made
-        )
-        whole = torch.cat([shard for shard, *_ in inputs])
-        product = whole.double() @ weight_in.double()
-        total = torch.stack([a.double() @ b.double() for _, _, a, b in inputs]).sum(0)
-        near, largest = TOLERANCE[dtype], total.abs().max()
-        assert torch.equal(gathered, whole)
-        assert (output.double() - product).abs().max() <= near * product.abs().max()
-        assert (reduced.double() - total / world_size).abs().max() <= near * largest
-        every: list[Any] = [None] * world_size
-        interlace.all_gather_object(every, (reduced, scattered))
-        assert torch.equal(reduced, every[0][0])
-        parts = torch.cat([part for _, part in every])
-        assert (parts.double() - total).abs().max() <= near * largest
+def test_a_sum_has_equal_bits_on_all_ranks(algorithm: Any) -> None:
+    rank, every = interlace.get_rank(), [torch.empty(0)] * 3
+    x, weight = noise(rank, 1, (11, 24 + rank)), noise(rank, 2, (24 + rank, 19))
+    total = interlace.matmul_all_reduce(x, weight, algorithm=algorithm)
+    interlace.all_gather_object(every, total)
+    assert torch.equal(total, every[0])
 
 
 @pytest.mark.parametrize("algorithm", ["kernel", "copy", "multimem", "low_latency"])
@@ -70,7 +45,7 @@ def test_collectives(algorithm: Any) -> None:
 
 
 def _started(call: Callable[..., Any]) -> Callable[[], Any]:
-    """The wait for it, which raises what the start did: the op before may have failed by then."""
+    """Return the wait for a call, which raises an error of its start: the op before may have failed."""
     try:
         return call(async_op=True).wait
     except interlace.InterlaceError as error:
@@ -85,7 +60,7 @@ def _started(call: Callable[..., Any]) -> Callable[[], Any]:
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks(2)
 def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str) -> None:
-    """Only rank 0 gathers. Of processes the calls are queued, and so begin before that is known."""
+    """Calls of processes are queued, so they begin before the cause is known."""
     x, said, rank = torch.ones(2), [], interlace.get_rank()
     first: list[Callable[..., Any]] = [lambda **how: interlace.all_reduce(x, **how)]
     if rank == 0:
@@ -112,3 +87,151 @@ def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str
     wrong: Any = 3
     with pytest.raises(TypeError, match=rf"output must be a tensor .*, got int \(on rank {rank}\)"):
         interlace.all_gather(wrong, x)
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
+@pytest.mark.parametrize("quantize", few([None, "fp8"], "fp8"))
+def test_every_op(algorithm: str, quantize: str | None) -> None:
+    """5 rows cannot be shared evenly by any two ranks. "fused" is the kernel."""
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": quantize}
+    for op in OPS:
+        case = Case(op, algorithm, 2, (5,), 24, 8, gather="scatter" in op, **how)
+        check_norms(case, interlace.run(case.call, case.world, place="shm"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_what_torch_does_not_unpickle_goes_to_ranks_and_comes_back(dtype: torch.dtype) -> None:
+    given = torch.arange(6).view(2, 3).t().to(dtype)
+    for found in interlace.run(copy.deepcopy, 2, {"rows": [given]}, place="shm"):
+        (back,) = found["rows"]
+        assert back.dtype == dtype and back.tolist() == given.tolist()
+
+
+WORLD = 2
+
+
+def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def check_gather(name: str, async_op: bool, return_gathered: bool) -> None:
+    """The first of two weights has an activation and a bias."""
+    rank = interlace.get_rank()
+    shards = leaves(*[noise(each, 1, (3, 5)) for each in range(WORLD)])
+    first, second, bias = leaves(noise(9, 2, (5, 4)), noise(9, 3, (5, 6)), noise(9, 4, (4,)))
+    mine = leaves(shards[rank].detach(), *[each.detach() for each in (first, second, bias)])
+    result: Any = interlace.all_gather_matmul(
+        mine[0],
+        mine[1:3],
+        bias=[mine[3], None],
+        activation=[name, None],  # type: ignore[list-item]
+        async_op=async_op,
+        return_gathered=return_gathered,
+    )  # type: ignore[call-overload]
+    result = result.wait() if async_op else result
+    outputs = result[1] if return_gathered else result
+    whole = torch.cat(shards)
+    right = [activate(whole @ first + bias, name), whole @ second]
+    torch.testing.assert_close(outputs, right)
+    (outputs[0].sum() + 2 * outputs[1].sum()).backward()
+    # every rank's loss is a sum over all rows, so a shard's gradient has a part of each
+    (right[0].sum() + 2 * right[1].sum()).backward()
+    assert shards[rank].grad is not None
+    torch.testing.assert_close(mine[0].grad, WORLD * shards[rank].grad)
+    for each, expected in zip(mine[1:], (first, second, bias), strict=True):
+        torch.testing.assert_close(each.grad, expected.grad)
+
+
+def check_reduce(name: str, op: Any) -> None:
+    rank, scatters = interlace.get_rank(), op is interlace.matmul_reduce_scatter
+    inputs = leaves(*[noise(each, 5, (4, 5)) for each in range(WORLD)])
+    weights = leaves(*[noise(each, 6, (5, 6)) for each in range(WORLD)])
+    (bias,) = leaves(noise(9, 7, (6,)))
+    x, weight, own_bias = leaves(*[each.detach() for each in (inputs[rank], weights[rank], bias)])
+    output = op(x, weight, bias=own_bias, activation=name)
+    output.sum().backward()
+    total = sum(a @ b for a, b in zip(inputs, weights, strict=True))
+    right = activate(total + bias, name)
+    losses = 1 if scatters else WORLD  # every rank's loss counts
+    (right.sum() * losses).backward()
+    torch.testing.assert_close(output, right.chunk(WORLD)[rank] if scatters else right)
+    torch.testing.assert_close(x.grad, inputs[rank].grad)
+    torch.testing.assert_close(weight.grad, weights[rank].grad)
+    interlace.all_reduce(own_bias.grad)
+    torch.testing.assert_close(own_bias.grad, bias.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ranks(WORLD)
+def test_outputs_and_gradients(name: str) -> None:
+    for choice in (False, True):
+        check_gather(name, choice, choice)
+    for op in (interlace.matmul_reduce_scatter, interlace.matmul_all_reduce):
+        check_reduce(name, op)
+
+
+@ranks(WORLD)
+def test_an_unknown_activation_is_refused_with_gradients_too() -> None:
+    x: Any = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="must be None or one of relu, gelu, gelu_tanh, silu"):
+        interlace.matmul_all_reduce(x, torch.ones(4, 2), activation="softmax")  # type: ignore[call-overload]
+
+
+CASES = {
+    "fused": AttentionCase((18, 5), size=16, batch=1, heads=(2, 1)),
+    "pipelined": AttentionCase((130, 0, 77), size=64, dtype=torch.bfloat16, layout="sbhd"),
+    "unfused": AttentionCase((9, 20, 4), value_size=8, dtype=torch.float64, window=(6, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method"),
+    [
+        *(("pipelined", method) for method in METHODS),
+        ("fused", "ring"),
+        ("unfused", "all_gather"),
+        ("unfused", "ulysses"),
+    ],
+)
+def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
+    check(CASES[algorithm], method, algorithm, place="shm")
+
+
+def test_the_layer_with_projections() -> None:
+    case = (7, 4), (4, 2), "auto", "bshd", "zigzag"
+    assert max(interlace.run(layered, 2, *case, place="shm")) < 1e-5
+
+
+def attended(*tensors: torch.Tensor) -> torch.Tensor:
+    options: dict[str, Any] = {"causal": True, "window": (5, -1), "layout": "sbhd"}
+    return nn.functional.context_parallel_attention(*tensors, **options)
+
+
+def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return interlace.functional.distributed_decode(q * 2, (k, v))[0] + 1
+
+
+def check_graph(
+    call: Callable[..., Any], shapes: Sequence[tuple[int, ...]], parameters: Any = ()
+) -> None:
+    """A graph without breaks must give the bits of the eager call, also of its gradients."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    found = []
+    for form in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        leaves = [each.clone().requires_grad_(call is not decoded) for each in inputs]
+        output = form(*leaves)
+        found.append([output.detach()])
+        if output.requires_grad:
+            found[-1] += torch.autograd.grad(output.square().sum(), [*leaves, *parameters])
+    assert all(map(torch.equal, *found))
+
+
+@thorough
+@ranks(2)
+def test_graphs_have_it() -> None:
+    check_graph(attended, [(10, 1, 4, 8), (10, 1, 2, 8), (10, 1, 2, 6)])
+    torch.manual_seed(0)
+    layer = nn.UlyssesAttention(16, 4, 2, 8, True, causal=True)
+    check_graph(layer, [(2, 6, 16)], list(layer.parameters()))
+    check_graph(decoded, [(2, 4, 8), (2, 5, 2, 8), (2, 5, 2, 6)])

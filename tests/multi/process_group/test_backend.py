@@ -39,8 +39,6 @@ def empty(count: int, size: int = 2) -> list[torch.Tensor]:
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks(2, backend="interlace")
 def test_collectives(async_op: bool) -> None:
-    """All functions of torch.distributed that move tensors."""
-
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         work = function(*args, async_op=async_op, **kwargs)
         assert (work is not None) == async_op, function
@@ -107,7 +105,7 @@ def test_collectives(async_op: bool) -> None:
 
 @ranks(2, backend="interlace")
 def test_gather_into_one_tensor() -> None:
-    """As ``dist.gather_single`` of torch 2.14 calls the group."""
+    """torch 2.14 calls the group in this form from ``dist.gather_single``."""
     group: Any = dist.group.WORLD
     options, output = OPTIONS.GatherOptions(), torch.full((4,), -1.0)
     options.rootRank = 1
@@ -117,7 +115,6 @@ def test_gather_into_one_tensor() -> None:
 
 @ranks(3, backend="interlace")
 def test_messages() -> None:
-    """A ring of messages with tags, one from any source, and a batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     first, second, anyone, batched = empty(4)
@@ -166,7 +163,7 @@ def test_coalesced_collectives() -> None:
 
 @ranks(2, backend="interlace")
 def test_every_method_returns_a_work() -> None:
-    """None from a method ends the process when C++ asks it to wait."""
+    """If a method returns None, the process ends as soon as C++ asks it to wait."""
     group: Any = dist.group.WORLD
     for asynchronous in (True, False):
         options, barrier = OPTIONS.AllreduceOptions(), OPTIONS.BarrierOptions()
@@ -179,7 +176,6 @@ def test_every_method_returns_a_work() -> None:
 
 @ranks(2, backend="interlace")
 def test_short_forms_of_methods() -> None:
-    """Methods of the group called with tensors, ops and roots in place of lists and options."""
     group: Any = dist.group.WORLD
     rank = dist.get_rank()
     reduced, listed, sent, root = own(), own(), own(), own()
@@ -227,7 +223,7 @@ def test_fake_and_meta_tensors_move_nothing() -> None:
 
 @ranks(2)
 def test_make_fx_keeps_the_collective(tmp_path: Path) -> None:
-    """Without the rule the graph holds the sum of one call as a constant. Two groups have one store."""
+    """Without the rule the graph has the sum of one call as a constant."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -247,7 +243,6 @@ def test_make_fx_keeps_the_collective(tmp_path: Path) -> None:
 
 @ranks(2, backend="interlace")
 def test_local_tensor() -> None:
-    """Rank 0 plays all ranks, by itself and under a DTensor."""
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -304,7 +299,7 @@ def test_subclasses() -> None:
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
 @ranks(2, backend="interlace")
 def test_modes_see_collectives(everywhere: bool) -> None:
-    """A mode on one rank must not take it to another group than the ranks without one."""
+    """A mode on one rank must not choose another group than the ranks without a mode."""
     mode, x = Recorder(), own()
     under = everywhere or dist.get_rank() == 0
     with mode if under else contextlib.nullcontext():
@@ -317,7 +312,6 @@ def test_modes_see_collectives(everywhere: bool) -> None:
 
 @ranks(2, backend="interlace")
 def test_a_mode_on_one_rank() -> None:
-    """Ops that torch hands back under another name."""
     rank = dist.get_rank()
     traded, gathered, scattered, received = *empty(2), *empty(2, 1)
     with Recorder() if rank == 0 else contextlib.nullcontext():
@@ -338,7 +332,7 @@ def test_a_mode_on_one_rank() -> None:
 
 @ranks(2, backend="interlace")
 def test_functional_ops() -> None:
-    gc.collect()  # what earlier tests of this process have started and not waited for
+    gc.collect()  # ops without a wait in earlier tests
     unwaited = torch._C._distributed_c10d._get_work_registry_size
     before = unwaited()
     group: Any = dist.group.WORLD
@@ -372,7 +366,6 @@ def test_functional_ops() -> None:
 
 @ranks(2, backend="interlace")
 def test_functional_collectives_with_gradients() -> None:
-    """Their results come to require grad while the op runs."""
     group: Any = dist.group.WORLD
     rank = dist.get_rank()
     for _ in range(5):
@@ -388,7 +381,7 @@ def test_functional_collectives_with_gradients() -> None:
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks(2, backend="interlace")
 def test_kernels_of_functional_ops(backend: str) -> None:
-    """Ours serve groups of other backends in the same process too."""
+    """These kernels also serve groups of other backends in the same process."""
     name = dist.new_group(backend=backend).group_name
     peer, received, out = 1 - dist.get_rank(), torch.empty(2), torch.empty(4)
     ops = torch.ops._c10d_functional
@@ -426,7 +419,7 @@ def test_compiled(compiler: str) -> None:
 
 @ranks(2, backend="interlace")
 def test_compiled_with_an_async_collective() -> None:
-    """Dynamo leaves it to Python. Fails if Dynamo traces into a method of the group."""
+    """The test fails if Dynamo traces into a method of the group."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -452,7 +445,6 @@ def test_profiler_shows_collectives() -> None:
 
 @ranks(2, backend="interlace")
 def test_inference_tensors() -> None:
-    """Made in inference mode, and reduced outside of it, in several sizes."""
     for size in (2, 50_000, 500_000):
         with torch.inference_mode():
             x, part = own(1.0, size), torch.empty(size // 2)

@@ -1,12 +1,15 @@
-"""Failures that torch's C++ must see as such, groups that are dropped, and the end of processes."""
+"""Failures and timeouts that torch's C++ must see, groups that are dropped, and the end of processes."""
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import interlace
-from guard import LIMIT
+from guard import LIMIT, MOST
+from interlace.process_group.collectives import Collectives
+from interlace.process_group.group import InterlaceProcessGroup
+from interlace.runtime.compat.torch_groups import c10d
+from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.processes import dump
 from multi.process_group.tools import Recorder, own
 from ranks import ranks
@@ -68,7 +76,7 @@ def callback_in_a_thread(rank, store):
         print("has followed", flush=True)
 
     if rank == 1:
-        store.wait(["follows"])  # of a finished op, it would be called at once and in this thread
+        store.wait(["follows"])  # after the op it would be called at once and in this thread
         dist.all_reduce(torch.ones(4))
     else:
         global following
@@ -94,7 +102,6 @@ assert not any(os.waitpid(child, 0)[1] for child in children)
 
 @ranks(2, backend="interlace")
 def test_a_backward_whose_peer_has_left_raises() -> None:
-    """The reducer of DistributedDataParallel is C++."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     if dist.get_rank() == 0:
@@ -104,7 +111,6 @@ def test_a_backward_whose_peer_has_left_raises() -> None:
 
 @ranks(2, backend="interlace")
 def test_an_op_that_fails_under_a_mode_raises() -> None:
-    """Its Work says so."""
     if dist.get_rank() == 0:
         with Recorder():
             work = dist.all_reduce(own(), async_op=True)
@@ -129,7 +135,7 @@ def test_roots_and_peers_that_are_no_ranks() -> None:
 
 
 def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool:
-    """Whether groups that nobody closed leave no descriptor and no thread, with ops that are pending."""
+    """Return whether groups with pending ops that nobody closed leave no descriptor and no thread."""
 
     def left() -> int:
         gc.collect()
@@ -159,7 +165,6 @@ def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool
 @pytest.mark.parametrize("pending", ["", "op", "message"])
 @ranks(2)
 def test_dropped_groups_leave_no_descriptors_and_no_threads(pending: str) -> None:
-    """Nor do those of which an op is pending: the other rank has dropped the group, and so left it."""
     assert dropped_groups(10, pending)
 
 
@@ -178,8 +183,124 @@ def test_a_process_of_many_groups_says_once_why_it_ends(tmp_path: Path) -> None:
 
 
 def test_what_is_under_way_ends_before_its_process_does(tmp_path: Path) -> None:
-    """A callback's thread once came back from torch when Python was gone, and aborted the process."""
+    """A callback's thread once returned from torch after Python had ended, and aborted the process."""
     command = [sys.executable, "-c", UNDER_WAY, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["has followed", "received", "received"]
+
+
+LONG = timedelta(seconds=2 * MOST)  # no test lasts so long
+SHORT = timedelta(seconds=0.1)
+
+
+def reduce(group: Any) -> Any:
+    return group.allreduce(torch.ones(4))
+
+
+def by_function(group: Any) -> Any:
+    dist.distributed_c10d._set_pg_timeout(SHORT, group)
+    return reduce(group)
+
+
+def by_method(group: Any) -> Any:
+    group.set_timeout(SHORT)
+    return reduce(group)
+
+
+def by_argument(group: Any) -> Any:
+    return group.allreduce(torch.ones(4), dist.ReduceOp.SUM, SHORT)
+
+
+def in_a_context(group: Any) -> Any:
+    options = c10d.AllreduceOptions()
+    options.asyncOp = True
+    with interlace.timeout(SHORT):
+        return group.allreduce([torch.ones(4)], options)
+
+
+def of_one_op_within_a_context(group: Any) -> Any:
+    options = c10d.AllreduceOptions()
+    options.timeout, options.asyncOp = SHORT, True
+    with interlace.timeout(LONG):
+        return group.allreduce([torch.ones(4)], options)
+
+
+def of_a_message(group: Any) -> Any:
+    with interlace.timeout(SHORT):
+        return group.recv([torch.ones(4)], 1)
+
+
+WAYS = [
+    by_function, by_method, by_argument, in_a_context, of_one_op_within_a_context, of_a_message,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WAYS)
+def test_a_rank_that_does_not_come(call: Callable[[Any], Any]) -> None:
+    nobody_comes(call)
+
+
+# methods, their arguments, their options with the root that makes rank 0 wait
+ONE, PAIR, BOTH = torch.ones(1), torch.ones(2), [torch.ones(1), torch.ones(1)]
+METHODS: dict[str, tuple[tuple[Any, ...], Any, int | None]] = {
+    "allreduce": (([ONE],), c10d.AllreduceOptions, None),
+    "allreduce_coalesced": (([ONE],), c10d.AllreduceCoalescedOptions, None),
+    "broadcast": (([ONE],), c10d.BroadcastOptions, 1),
+    "reduce": (([ONE],), c10d.ReduceOptions, 0),
+    "allgather": (([BOTH], [ONE]), c10d.AllgatherOptions, None),
+    "all_gather_single": ((PAIR, ONE), c10d.AllgatherOptions, None),
+    "allgather_coalesced": (([BOTH], [ONE]), c10d.AllgatherOptions, None),
+    "all_gather_single_coalesced": (([PAIR], [ONE]), c10d.AllgatherOptions, None),
+    "reduce_scatter": (([ONE], [BOTH]), c10d.ReduceScatterOptions, None),
+    "reduce_scatter_single": ((ONE, PAIR), c10d.ReduceScatterOptions, None),
+    "reduce_scatter_single_coalesced": (([ONE], [PAIR]), c10d.ReduceScatterOptions, None),
+    "alltoall": ((BOTH, BOTH), c10d.AllToAllOptions, None),
+    "all_to_all_single": ((PAIR, PAIR, [], []), c10d.AllToAllOptions, None),
+    "gather": (([BOTH], [ONE]), c10d.GatherOptions, 0),
+    "gather_single": ((PAIR, ONE), c10d.GatherOptions, 0),
+    "scatter": (([ONE], []), c10d.ScatterOptions, 1),
+    "barrier": ((), c10d.BarrierOptions, None),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_the_timeout_of_its_options(name: str, asynchronous: bool) -> None:
+    arguments, kind, root = METHODS[name]
+    options = kind()
+    options.timeout, options.asyncOp = SHORT, asynchronous
+    if root is not None:
+        options.rootRank = root
+    nobody_comes(lambda group: getattr(group, name)(*arguments, options))
+
+
+def test_every_method_with_options_is_in_that_table() -> None:
+    """Torch's older and newer names of the same methods do not count."""
+    with_options = {
+        name
+        for name, method in vars(Collectives).items()
+        if callable(method) and "opts" in inspect.signature(method).parameters
+    }
+    assert with_options - {"_run", "gather_into_tensor"} == set(METHODS)
+
+
+def nobody_comes(call: Callable[[Any], Any]) -> None:
+    """``call(group)`` on rank 0, or its wait, must end after ``SHORT``; rank 1 never calls."""
+    store, gone = HashStore(), threading.Event()
+
+    def on_rank(rank: int) -> None:
+        group = InterlaceProcessGroup(store, rank, 2, LONG, name="timeouts")
+        try:
+            reduce(group).wait()
+            if rank:
+                assert gone.wait(LONG.total_seconds())
+                return
+            with pytest.raises(CollectiveTimeoutError, match=r"0.1 s for ranks \[1\]"):
+                call(group).wait()
+        finally:
+            gone.set()
+            group.shutdown()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(on_rank, range(2)))

@@ -1,6 +1,6 @@
 """Torch's ways to train in parallel give the numbers of one process on the backend.
 
-Every case raises on its rank if its numbers are not those of the same computation in one process.
+Every case raises on its rank if its numbers differ from the same computation in one process.
 """
 
 import copy
@@ -25,7 +25,6 @@ def model() -> nn.Module:
 
 
 def batch() -> torch.Tensor:
-    """The rows of all ranks."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(WORLD_SIZE * ROWS, WIDTH, generator=generator)
 
@@ -35,7 +34,7 @@ def mine() -> torch.Tensor:
 
 
 def trained(steps: int = 2) -> nn.Module:
-    """The model after steps over whole batches in one process."""
+    """Train the model on whole batches in one process."""
     reference = model()
     optimizer = torch.optim.SGD(reference.parameters(), lr=RATE)
     for _ in range(steps):
@@ -131,7 +130,7 @@ def fsdp2() -> None:
 
 
 def fsdp2_divide_factor() -> None:
-    """Gradients divided by half the world size are twice as large; gloo has no such reduction."""
+    """Half the world size as divisor gives gradients twice as large; gloo has no such reduction."""
     parallel, reference = sharded(), model()
     parallel.set_gradient_divide_factor(WORLD_SIZE / 2)
     parallel(mine()).square().mean().backward()

@@ -36,7 +36,6 @@ def test_64_groups_at_once() -> None:
 
 @ranks(4, backend="interlace")
 def test_meshes_and_subgroups() -> None:
-    """Sums along the two dims of a mesh, over subgroups and over a group in another order."""
     from torch.distributed.device_mesh import init_device_mesh
 
     rank = dist.get_rank()
@@ -65,7 +64,6 @@ def test_meshes_and_subgroups() -> None:
 
 @ranks(2)
 def test_init_after_destroy_with_the_same_store(tmp_path: Path) -> None:
-    """Keys of the first group are still in the store when the second is made."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     for start in (0.0, 100.0, 200.0):
         begin(store)
@@ -85,7 +83,6 @@ def address() -> str:
 
 @ranks(3)
 def test_again_on_the_same_port(address: str) -> None:
-    """Rank 0 serves the store."""
     terms: dict[str, Any] = {"rank": interlace.get_rank(), "timeout": timedelta(seconds=600)}
     for _ in range(3):
         dist.init_process_group("interlace", init_method=address, world_size=3, **terms)
@@ -109,8 +106,6 @@ def test_names() -> None:
 
 @ranks(2, backend="interlace")
 def test_tensors_on_another_device_go_through_the_host() -> None:
-    """As the only device is the CPU, the group's is changed."""
-
     def tagged(*numbers: float) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float32).as_subclass(Tagged)
 
@@ -166,7 +161,6 @@ def test_what_is_under_way_when_a_group_is_destroyed_ends_well(kind: str, backen
 
 @ranks(2)
 def test_torchs_next_default_group_is_found(tmp_path: Path) -> None:
-    """gloo's group is destroyed and made again with the ranks turned round."""
     rank, groups = interlace.get_rank(), interlace.groups.groups
     groups._default.set(None)
     kept, groups._of_run = groups._of_run, None
@@ -222,10 +216,7 @@ dist.destroy_process_group()
 
 @thorough
 def test_entry_point_under_torchrun(tmp_path: Path) -> None:
-    """torch finds the backend by its entry point, and loads nothing of it before it is used.
-
-    The rank that serves the store leaves as soon as it can.
-    """
+    """torch finds the backend by its entry point, and imports nothing of it before its first use."""
     distribution = tmp_path / "found-0.dist-info"
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: found\nVersion: 0\n")

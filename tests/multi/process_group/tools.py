@@ -10,18 +10,15 @@ import interlace
 
 
 def begin(store: Any, backend: str = "interlace") -> None:
-    """Make the default group of torch.distributed over all ranks."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def own(value: float = 1.0, size: int = 2) -> torch.Tensor:
-    """``size`` times ``value`` plus this rank's number."""
     return torch.full((size,), value + interlace.get_rank())
 
 
 def values(tensors: Any) -> list[Any]:
-    """The numbers of several tensors."""
     return [tensor.tolist() for tensor in tensors]
 
 
@@ -30,7 +27,7 @@ class Tagged(torch.Tensor):
 
 
 class Recorder(TorchDispatchMode):
-    """A mode as of profilers and counters of flops."""
+    """A mode like the modes of profilers and counters of flops."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,11 +21,10 @@ from ranks import ranks
 from tiers import few
 
 OURS = "interlace:"
-FOR_A_PROFILE = "run", "transfer"  # what stands in a group's way while one is taken
+FOR_A_PROFILE = "run", "transfer"  # attributes that a group has only during a profile
 
 
 def names_in(profile: torch.profiler.profile) -> list[str]:
-    """Names of this library's ranges."""
     names = [event.name for event in profile.events()]
     return [name[len(OURS) :] for name in names if name.startswith(OURS)]
 
@@ -33,7 +32,7 @@ def names_in(profile: torch.profiler.profile) -> list[str]:
 @pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
 @ranks(2)
 def test_a_profile_names_every_kind_of_op(place: str) -> None:
-    """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
+    """torch records only one profile per process at a time, so in ``sim`` one rank records."""
     group = interlace.new_group()
     if place == "sim" and group.rank:
         every_kind_of_op(group)
@@ -62,7 +61,7 @@ def test_algorithms_on_streams_are_in_a_profile_and_again_where_they_are_waited_
 
 
 def profiled() -> tuple[list[str], list[str]]:
-    """Names in a profile of some ops; what is left of it in their groups."""
+    """Return the names in a profile of some ops, and the ranges that their groups keep."""
     group = interlace.new_group()
     with torch.profiler.profile() as profile:
         interlace.all_gather_matmul(
@@ -104,7 +103,7 @@ def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
 
 @ranks(1, place="sim")
 def test_nvtx_has_the_same_ranges() -> None:
-    """torch writes what profiles have; that it turns ours on is all there is to try without a GPU."""
+    """Without a GPU the test can only see that torch's switch turns the ranges on."""
     stand_ins = {
         "_enable_profiler": mock.Mock(),
         "_disable_profiler": mock.Mock(),
@@ -140,7 +139,6 @@ def gathered(fail: bool) -> float:
 
 @pytest.mark.parametrize("place", ["sim", "shm"])
 def test_a_program_of_ones_own_is_traced(place: Any, tmp_path: Path) -> None:
-    """Every run of it; with the same results as without, which is nowhere else written."""
     with interlace.trace(tmp_path / "t.json"):
         assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
         assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
@@ -183,7 +181,6 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
 
 
 def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path) -> None:
-    """And so do runs of other threads, and a change of the folder."""
     (tmp_path / "inner").mkdir()
     with chdir(tmp_path), interlace.trace("outer.json"):
         os.chdir("inner")

@@ -1,4 +1,4 @@
-"""The flight recorder: what is kept of ops, who can read it, and what torch's analyser makes of it."""
+"""The flight recorder: its contents, its readers, torch's analyser, and the writer of a record."""
 
 import contextlib
 import io
@@ -22,11 +22,20 @@ from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.groups.groups import default_group
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes import dump, recorder
-from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
+from interlace.runtime.processes.recorder import (
+    ENTRIES,
+    REGION_BYTES,
+    FlightRecorder,
+    PastOp,
+    RankRecord,
+    read_file,
+    read_rank,
+)
 from ranks import ranks
 
 LINES = Path(__file__).read_text().splitlines()
@@ -38,19 +47,18 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True, scope="module")
 def new_processes() -> None:
-    """Groups that have failed stay until their errors are collected, and are in what is written then."""
+    """Failed groups exist until their errors are freed, and would be in the written files."""
     default_pool.close()
 
 
 def shown(*targets: object) -> list[str]:
-    """What ``inspect`` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         inspect(PlainConsole(), InspectOptions(tuple(map(str, targets))))
     return printed.getvalue().splitlines()
 
 
 def analysed(folder: Path) -> str:
-    """What torch's analyser says of the files in ``folder``."""
+    """Return the output of torch's analyser for the files in ``folder``."""
     (prefix,) = {path.name.partition("_rank_")[0] for path in folder.glob("*_rank_*")}
     command = ["torch.distributed.flight_recorder.fr_trace", str(folder), "-p", f"{prefix}_rank_"]
     done = subprocess.run(
@@ -61,7 +69,7 @@ def analysed(folder: Path) -> str:
 
 
 def records_in(folder: Path) -> dict[int, RankRecord]:
-    """The record of each rank that has written a file, or of which another has."""
+    """Return the record of each rank from its own file or another rank's."""
     found = {int(path.name.rpartition("_")[2]): path for path in folder.glob("*_rank_*")}
     return {rank: read_file(str(path))[-1] for rank, path in found.items()}
 
@@ -73,7 +81,7 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.01)
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------
 
 
 def own_record() -> RankRecord:
@@ -85,7 +93,6 @@ def own_record() -> RankRecord:
 
 @ranks(2)
 def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    """Ops of one kind, more than are kept, then of others."""
     vector = torch.ones(4)
     for _ in range(300):
         interlace.all_reduce(vector)  # the call site
@@ -119,7 +126,6 @@ def test_the_last_ops_are_kept_with_their_call_sites() -> None:
 
 @ranks(2)
 def test_messages_between_two_ranks_are_kept() -> None:
-    """What is recorded before a message has come, and afterwards."""
     vector = torch.ones(4)
     if interlace.get_rank() == 0:
         interlace.barrier()
@@ -137,12 +143,11 @@ def test_messages_between_two_ranks_are_kept() -> None:
         assert waiting.site[0] == "test_messages_between_two_ranks_are_kept"
 
 
-# -- who reads it ----------------------------------------------------------------------------------
+# -- readers ---------------------------------------------------------------------------------------
 
 
 @ranks(3, gone=[1])
 def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
-    """It is killed after 300 ops; the others call one more."""
     os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
     for _ in range(300):
@@ -173,10 +178,7 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
 
 @ranks(3, gone=[1])
 def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
-    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed.
-
-    No other rank is in all of them, and those who blame it write that file at one time.
-    """
+    """The groups have no common survivor, and the ranks that blame rank 1 write its file at one time."""
     os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
     made = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
@@ -219,7 +221,6 @@ def names_of(folder: Path, count: int) -> list[str]:
 
 @ranks(3)
 def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
-    """Rank 1 calls another op than the others."""
     vector, rank = torch.ones(4), interlace.get_rank()
     interlace.all_reduce(vector)
     with (
@@ -237,7 +238,7 @@ def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
 
 
 def stopped(folder: Path, op: str) -> None:
-    """Rank 1 stops itself between two ops; the file with its process id says that it is about to."""
+    """Rank 1 stops itself between two ops; before that it writes its process id to a file."""
     vector, rank = torch.ones(4), interlace.get_rank()
     interlace.all_reduce(vector)
     (folder / f"pid.{rank}.part").write_text(str(os.getpid()))
@@ -314,7 +315,7 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
         with pytest.raises(InterlaceError, match="no file of the flight recorder"):
             shown(tmp_path / name)
 
-    refused = PermissionError(13, "Permission denied")  # as of what /proc has of another user
+    refused = PermissionError(13, "Permission denied")  # like another user's files in /proc
     with mock.patch.object(Path, "iterdir", side_effect=refused):
         with pytest.raises(ValueError, match="If it is a rank of interlace, run inspect with"):
             shown(os.getpid())
@@ -373,14 +374,13 @@ def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
 
 
 def called(record: RankRecord) -> list[PastOp]:
-    """The ops after joining, which is one of all ranks, too."""
+    """Return the ops after the join, which is an op of all ranks too."""
     assert record.collectives[0].op.startswith("joining")
     return record.collectives[1:]
 
 
 @ranks(3, place="threads", hosts=2)
 def test_messages_between_hosts_are_kept() -> None:
-    """As those within a host are, and once; ops of all ranks have the same numbers beside them."""
     rank, vector = interlace.get_rank(), torch.ones(4)
     if rank:
         work = interlace.irecv(vector, 0, tag=rank)
@@ -408,14 +408,12 @@ def test_messages_between_hosts_are_kept() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In which records are written."""
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     return tmp_path
 
 
 @ranks(3, place="threads", hosts=2)
 def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
-    """Not in the steps that they take within each host; the files of all hosts belong together."""
     rank, place = interlace.get_rank(), default_group().place
     group = Communicator(place, (10, 11, 12))
     for _ in range(3):
@@ -439,7 +437,6 @@ def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
 
 
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
-    """Their groups have one name; what is no record lies beside them, some of it with such a name."""
     for job in ("1", "2"):
         (tmp_path / f"{job}_rank_0").write_bytes(recorder.foot([a_record()]))
     (tmp_path / "notes.txt").write_text("no record")
@@ -471,3 +468,54 @@ def test_files_that_others_prune_meanwhile(tmp_path: Path) -> None:
     with mock.patch.object(dump.os, "unlink", also_by_another):
         dump._prune(str(tmp_path))
     assert len(gone) == 2 and len(os.listdir(tmp_path)) == dump.MOST_FILES
+
+
+WHO = "a group", 0, (0, 1), (11, 12), ()
+
+
+def test_a_log_that_is_full_begins_anew() -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    for number in range(1, 2000):
+        op = Call("op", (("number", number), ("text", "x" * 300))).message
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
+        if number % 97 == 0:
+            ops = read_rank(bytes(region), None, 0.0, "").collectives
+            told = [op for op in ops if op.op != "?"]
+            assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
+            assert ops[-1].number == number and len(told) >= min(number, 40)
+    long = Call("op", (("text", "x" * 5000),)).message
+    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, kept.told(long))
+    last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
+    assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
+
+
+def through(depth: int, kept: FlightRecorder, number: int) -> None:
+    """Call the recorder through several functions, as interlace does."""
+    if depth:
+        through(depth - 1, kept, number)
+    else:
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told("an op"))
+
+
+def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    space: dict[str, Any] = {"__name__": "interlace.inside"}
+    source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
+    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, kept.told('an op')"
+    exec(f"{source}    else: kept.begins({entry})", space)
+    monkeypatch.setitem(globals(), "through", space["through"])
+    expected = {}
+    for number, depth in enumerate([1, 1, 5, 1, 3, 3, 5], 1):
+        if number % 2:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        else:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        expected[number] = line
+    ops = read_rank(bytes(region), None, 0.0, "").collectives
+    assert {op.number: op.site[2] for op in ops} == expected

@@ -24,13 +24,13 @@ MOVED_PARTS = ("all_to_all", "scatter")
 MOVED_WHOLE = ("all_gather", "in place", "broadcast", "gather")
 OPS = (*REDUCED, *MOVED_WHOLE, *MOVED_PARTS)
 SIZES = Thresholds.of(own_caches(), 2)
-MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # of any world size
+MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # for any world size
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8)
 
 
 @contextmanager
 def engine(with_steps: bool = True) -> Iterator[HostEngine]:
-    """This rank's engine: with steps of machine code, or without, as where no code can be made."""
+    """Return this rank's engine: with steps of machine code, or without them."""
     with mock.patch.object(host_engine, "available", lambda: with_steps):
         made = groups.default_group().engine
     assert isinstance(made, HostEngine)
@@ -40,12 +40,11 @@ def engine(with_steps: bool = True) -> Iterator[HostEngine]:
 
 @functools.cache
 def _line() -> torch.Tensor:
-    """Bytes that are different at every place."""
     return (torch.arange(1 << 20, dtype=torch.int64) * 0x1E3779B97F4A7C15).view(torch.uint8)
 
 
 def data(rank: int, nbytes: int, key: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """``nbytes`` that no other rank and no other key has: whole numbers, or any if it is only moved."""
+    """Return ``nbytes`` for this rank and key: whole numbers, or any bytes if they are only moved."""
     count = nbytes // dtype.itemsize
     first = (100_003 * rank + 9176 * key) % 1_000_003
     if dtype.is_floating_point:
@@ -61,7 +60,7 @@ def _repeated(first: int, count: int) -> torch.Tensor:
 
 
 def rounds_of(op: str, world_size: int, rounds: int) -> int:
-    """The bytes of an ``op`` of this many whole rounds, of a part or of the whole as it takes them."""
+    """Return the bytes of an ``op`` of this many whole rounds, in the op's unit: a part or the whole."""
     section = SLOT_BYTES // world_size & ~63
     if op in MOVED_WHOLE:
         return rounds * SLOT_BYTES
@@ -82,10 +81,11 @@ def check(
     memory: torch.Tensor | None = None,
     part: Any = None,
 ) -> None:
-    """One op. With an odd ``key`` on lists, if it takes them; every third scatters a sum in place.
+    """Run one op, and compare.
 
-    What this rank gives is in ``memory``, if that is given: its own lists are parts of that, too. ``part``
-    is in the call, and fits whatever the others' is.
+    An odd ``key`` means lists, if the op takes them; every third key scatters a sum in place. ``memory``
+    has this rank's inputs, if given; its lists are parts of it. ``part`` is an argument of the call, which
+    fits any value of the others.
     """
     rank, world, lists = e.rank, e.world_size, key % 2 == 1
     n, root = nbytes // dtype.itemsize, key % world
@@ -145,7 +145,7 @@ def check(
 
 
 def check_lengths(e: Engine, lengths: Sequence[int]) -> None:
-    """Ops whose parts have other ``lengths`` on each rank, and of each two of them."""
+    """Run ops whose parts have other ``lengths`` on each rank, and for each pair of ranks."""
     rank, everyone = e.rank, range(e.world_size)
 
     def length(number: int) -> int:
@@ -180,5 +180,5 @@ def check_lengths(e: Engine, lengths: Sequence[int]) -> None:
 
 
 def make_ring(e: HostEngine) -> None:
-    """The first large op makes the ring, which is another way."""
+    """Run the first large op, which makes the ring and so takes another way."""
     check(e, "all_gather", SLOT_BYTES)

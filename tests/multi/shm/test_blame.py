@@ -1,4 +1,4 @@
-"""Whom ranks blame when a wait ends: the one that all wait for, on every rank, and at once."""
+"""The rank that errors blame when a wait ends: all ranks name, at once, the rank that all wait for."""
 
 import itertools
 import os
@@ -32,7 +32,7 @@ Grouped = Callable[[int], list[Communicator]]
 
 @pytest.fixture(params=["shm", "hosts"])
 def grouped(request: Any) -> Iterator[Grouped]:
-    """Makes groups of so many ranks, on one host or on as many, and closes them."""
+    """Make groups of this many ranks, on one host or on as many, and close them."""
     made: list[Communicator] = []
 
     def make(count: int) -> list[Communicator]:
@@ -46,7 +46,7 @@ def grouped(request: Any) -> Iterator[Grouped]:
 
 
 def test_async_ops_of_two_groups_in_either_order(grouped: Grouped) -> None:
-    """They return before the others have called, so no order of the groups can deadlock."""
+    """The calls return before the peers have called, so no order of the groups can deadlock."""
     first, second = grouped(2), grouped(2)
     tensors = [torch.full((4,), float(number)) for number in range(4)]
     order = first[0], second[0], second[1], first[1]
@@ -69,7 +69,7 @@ def test_async_op_returns_before_the_others_have_called(grouped: Grouped) -> Non
 
 
 def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does in the traceback of an error; then a wait of another group says nothing there."""
+    """The traceback of an error keeps it alive. A wait of another group then does not name this group."""
     group = HostGroup(None, 0, 1, timeout=LONG, prefix="here")
     judge = HostGroup(None, 0, 1, timeout=LONG, prefix="gone").blame
     with pytest.raises(ReferenceError):
@@ -84,7 +84,7 @@ def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, who waits has said so, and who is asked has time to answer."""
+    """On every machine, a waiting rank has published its wait, and an asked rank has time to answer."""
     monkeypatch.setattr(blame, "FRESH_SECONDS", LONG)
     monkeypatch.setattr(links, "_ANSWER", LONG)
 
@@ -93,7 +93,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def expire(
     patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Sequence[Communicator], int], None]:
-    """Lets the clock jump past the bounds of all waits, once ``groups`` wait for ``late``."""
+    """Let the clock jump past the bounds of all waits after ``groups`` wait for ``late``."""
     ahead = [0.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + ahead[0]})
     for module in (waiting, mail, links):
@@ -134,7 +134,7 @@ def test_a_timeout_ends_the_late_rank_too(grouped: Grouped, expire: Any) -> None
 @thorough
 @pytest.mark.parametrize("late", few([1, 2, 3], 2))
 def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(late: int, expire: Any) -> None:
-    """Two hosts of two ranks. Who waits for a rank that waits itself says neither's number on its host."""
+    """The error must not confuse numbers of ranks in the group with numbers on a host."""
     groups = members(4, hosts=2)
     ended = threading.Barrier(4)
 
@@ -180,10 +180,7 @@ def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
 def test_who_waits_for_another_is_not_to_blame(
     waits_on: int | None, grouped: Grouped, expire: Any
 ) -> None:
-    """Rank 0 receives from rank 1, which receives from rank 2, which does nothing.
-
-    Whichever of them gives up ends the wait of the one that ``waits_on``.
-    """
+    """Rank 0 receives from rank 1, which receives from rank 2, which sends nothing."""
     groups = grouped(3)
     if waits_on is not None:
         groups[waits_on].place.set_timeout(10 * LONG)
@@ -207,7 +204,7 @@ def test_who_waits_for_another_is_not_to_blame(
 
 
 def test_a_receive_that_nobody_waits_for_ends_alone(grouped: Grouped) -> None:
-    """As that of a ``monitored_barrier`` to which a rank has not come: the group goes on."""
+    """As in ``monitored_barrier``, a timeout does not end the group."""
     groups = grouped(2)
     with interlace.timeout(0.1):
         work = interlace.irecv(torch.empty(1), 1, group=groups[0])
@@ -219,7 +216,6 @@ def test_a_receive_that_nobody_waits_for_ends_alone(grouped: Grouped) -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "recv from rank 1"])
 def test_a_bound_of_one_op_is_that_of_its_waits(op: str, grouped: Grouped) -> None:
-    """Not that of where it is waited for."""
     groups, x = grouped(2), torch.ones(4)
     with interlace.timeout(0.3):
         if op == "all_reduce":
@@ -231,7 +227,7 @@ def test_a_bound_of_one_op_is_that_of_its_waits(op: str, grouped: Grouped) -> No
 
 
 def test_the_closest_timeout_is_that_of_a_wait(grouped: Grouped) -> None:
-    """The group's, which groups made of it have too; over it a context's, over that an inner one's."""
+    """An inner context's timeout comes before an outer context's, and that comes before the group's."""
     groups = grouped(2)
     groups[0].set_timeout(timedelta(seconds=20))
     assert groups[0].place.bound() == 20
@@ -250,7 +246,6 @@ def test_the_closest_timeout_is_that_of_a_wait(grouped: Grouped) -> None:
 def test_monitored_barrier_after_a_death_says_so_at_once(
     grouped: Grouped, wait_all_ranks: bool
 ) -> None:
-    """Rank 1 comes; all of the test's time is less than it would take otherwise."""
     groups = grouped(3)
     if groups[2].place.name == "hosts":
         groups[2].place._links._sever()
@@ -275,7 +270,7 @@ def _pidfd_of_a_process_that_has_ended() -> int:
 
 
 def test_a_death_is_named_before_a_rank_that_left() -> None:
-    """Rank 1 has left because rank 2 died; rank 0, which waits for rank 1 only, hears of rank 2."""
+    """Rank 1 has left because rank 2 died. Rank 0 waits only for rank 1, but the error names rank 2."""
     groups = members(3)
     group = groups[0].place.group
     assert isinstance(group, HostGroup) and isinstance(groups[0].place, ShmPlace)

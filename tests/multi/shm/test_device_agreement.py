@@ -22,7 +22,6 @@ def call(number: int, part: Any = None) -> Call:
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_answers_are_right_in_any_order_of_calls(world_size: int) -> None:
-    """Known and new calls, with and without parts, at ranks that are slow in turn."""
     place = default_group().place
     agreement = Agreement(place)
     common, own = random.Random(3), random.Random(place.rank)
@@ -46,7 +45,6 @@ def test_answers_are_right_in_any_order_of_calls(world_size: int) -> None:
 
 @ranks(2)
 def test_a_rank_runs_ahead_but_not_for_ever() -> None:
-    """Rank 0 gets so far while nobody else calls, and gets on once they do."""
     place = default_group().place
     agreement = Agreement(place)
     agreement.agree(call(1))
@@ -64,7 +62,7 @@ def test_a_rank_runs_ahead_but_not_for_ever() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @ranks(3)
 def test_a_mismatch_is_found_by_every_rank(known: bool) -> None:
-    """Rank 2 calls something else. A rank that had gone on finds it when it looks."""
+    """A rank that has run ahead finds the mismatch when it looks."""
     place = default_group().place
     agreement, said = Agreement(place), ""
     for number in (1, 2) if known else (1,):
@@ -82,7 +80,6 @@ def test_a_mismatch_is_found_by_every_rank(known: bool) -> None:
 @thorough
 @ranks(2)
 def test_more_kinds_of_calls_than_are_kept() -> None:
-    """Again and again, between payloads that are not kept."""
     place = default_group().place
     agreement = Agreement(place)
     for number in 2 * list(range(1100)):
@@ -94,7 +91,7 @@ def test_more_kinds_of_calls_than_are_kept() -> None:
 
 @ranks(3)
 def test_messages_of_a_gpu_go_by_way_of_the_host() -> None:
-    """A ring of messages, with tensors of the CPU's in the place of a GPU's; from anyone, too."""
+    """Tensors of the CPU take the place of a GPU's."""
     place, brought = default_group().place, list[torch.Tensor]()
 
     class WithoutGpu(DeviceProcessPlace):

@@ -59,7 +59,7 @@ EVERY_DTYPE = (
 
 
 def sizes(op: str, world_size: int) -> list[int]:
-    """Bytes around everything that changes the way data goes; all of them multiples of 8."""
+    """Return sizes around each change of the data's way; all are multiples of 8."""
     small, medium = SMALL_DATA, MEDIUM_DATA
     if op in ("reduce_scatter", *MOVED_PARTS):
         small, medium = (limit // world_size & ~63 for limit in (small, medium))
@@ -80,7 +80,7 @@ def sizes(op: str, world_size: int) -> list[int]:
 )
 @ranks()
 def test_every_op_in_every_size(world_size: int, which: str) -> None:
-    """In random order, twice each; ``which`` ranks do steps by machine code. Some are late."""
+    """The order is random, some ranks are late, and ``which`` ranks use machine code."""
     rank = interlace.get_rank()
     has_steps = {"all": True, "none": False, "odd": rank % 2 == 1, "first": rank == 0}[which]
     with engine(has_steps and available()) as e:
@@ -106,7 +106,6 @@ def test_every_op_in_every_size(world_size: int, which: str) -> None:
 @pytest.mark.parametrize("world_size", few([1, 2, 3, 5], 3))
 @ranks()
 def test_lengths_that_differ_by_rank_and_pair(world_size: int) -> None:
-    """Some small, some large, some empty."""
     check_lengths(groups.default_group().engine, [0, 1, 70_000, 3_000_000])
 
 
@@ -116,7 +115,6 @@ def test_lengths_that_differ_by_rank_and_pair(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_writing_into_rings(world_size: int, way: str) -> None:
-    """Ops of many rounds, often, written past the caches or not; some with steps, some without."""
     used: set[bool] = set()
     one = {"through": False, "past": True, "differently": interlace.get_rank() % 2 == 1}
     choose = RingWrites.past
@@ -141,7 +139,7 @@ def test_writing_into_rings(world_size: int, way: str) -> None:
 
 @ranks(2)
 def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
-    """Rank 1 fails while data moves, with an error that all ranks would share before."""
+    """Before data moves, the same error would be raised on all ranks and the group would continue."""
     tensor = torch.ones(1 << 20)
     interlace.all_reduce(tensor, op="max")
     if interlace.get_rank() == 1:
@@ -162,7 +160,7 @@ def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
 def test_a_death_is_told_to_those_who_wait_for_somebody_else(
     op: str, nbytes: int, tmp_path: Path
 ) -> None:
-    """Rank 2 dies while the others move data; in a broadcast rank 1 waits for rank 0 alone."""
+    """In a broadcast rank 1 waits only for rank 0, but the error names rank 2."""
     with engine(available()) as e:
         make_ring(e)
         if e.rank == 2:
@@ -187,7 +185,6 @@ def test_a_death_is_told_to_those_who_wait_for_somebody_else(
 def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
     world_size: int, with_steps: bool
 ) -> None:
-    """Before a byte moves, in every way that data may go; then all ask for the same again."""
     with engine(with_steps and available()) as e:
         make_ring(e)
         section = SLOT_BYTES // world_size
@@ -217,7 +214,6 @@ def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
 
 @ranks(3)
 def test_messages_that_differ_and_fit_are_summed() -> None:
-    """Each size twice, for steps that are kept."""
     e = groups.default_group().engine
     for count, op in itertools.product(
         (100, 100, 1_000_000, 1_000_000), ("all_reduce", "reduce_scatter")
@@ -231,7 +227,6 @@ def test_messages_that_differ_and_fit_are_summed() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
-    """So a ring must not be made; but where one rank's tensor is elsewhere."""
     rank, n = interlace.get_rank(), 60_000
     shared = interlace.symmetric_memory.empty(world_size * n)
     interlace.symmetric_memory.rendezvous(shared)
@@ -257,7 +252,6 @@ def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
 
 @ranks(3)
 def test_symmetric_memory_that_one_rank_has_dropped() -> None:
-    """Rank 0 uses another tensor; the others still have theirs."""
     tensor = interlace.symmetric_memory.empty(100_000)
     interlace.symmetric_memory.rendezvous(tensor)
     if interlace.get_rank() == 0:
@@ -273,7 +267,7 @@ def test_symmetric_memory_that_one_rank_has_dropped() -> None:
 
 @ranks(2)
 def test_messages_move_while_nobody_waits() -> None:
-    """Rank 0 sends more than a box holds and never waits: the thread has to move it."""
+    """Rank 0 sends more than a box holds and never waits, so the thread must move the data."""
     e, nbytes = groups.default_group().engine, 3_000_000
     if e.rank == 0:
         sent = e.send(Call("send"), data(0, nbytes, 0), 1, 0)
@@ -288,7 +282,6 @@ def test_messages_move_while_nobody_waits() -> None:
 
 @ranks(3)
 def test_who_has_left_need_not_send() -> None:
-    """Rank 1 sends and leaves; rank 0 still receives from anyone, which is rank 2, later."""
     e = groups.default_group().engine
     if e.rank:
         time.sleep(0.5 if e.rank == 2 else 0)
@@ -311,7 +304,7 @@ def test_who_has_left_need_not_send() -> None:
 def test_a_message_that_does_not_fit(
     dtype: torch.dtype, elements: int, kind: type[Exception], said: str
 ) -> None:
-    """The sender is told once, at the end of one of its messages; the next message is right again."""
+    """The sender gets one error, at the end of one of its messages; the next message is correct."""
     e, texts = groups.default_group().engine, []
     if e.rank == 0:
         for message in (torch.ones(4, dtype=dtype), torch.full((3,), 7.0), None):
@@ -337,7 +330,6 @@ def test_a_message_that_does_not_fit(
 
 @ranks(2)
 def test_a_message_that_never_comes() -> None:
-    """Rank 1 leaves. Not in a thread's own time: the wait finds it."""
     if interlace.get_rank() == 0:
         with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
             interlace.irecv(torch.zeros(1), 1, tag=3).wait()
@@ -345,7 +337,7 @@ def test_a_message_that_never_comes() -> None:
 
 @ranks(2)
 def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
-    """Rank 1 comes once rank 0, which waits for it, has slept so often: who spins never does."""
+    """Rank 1 calls after rank 0 has slept some number of times: a rank that spins never sleeps."""
     interlace.barrier()
     if interlace.get_rank() == 1:
         status = Path(f"/proc/{groups.default_group().place.group.pids[0]}/status")
@@ -359,11 +351,11 @@ def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
     interlace.barrier()
 
 
-# -- what the machine decides ----------------------------------------------------------------------
+# -- decisions by the machine ----------------------------------------------------------------------
 
 
 def chosen(choice: WriteChoice, ops: int, through: float, past: float) -> list[bool]:
-    """What is chosen in so many ops, of which each takes as long as this."""
+    """Return the choices of this many ops that take these times."""
     ways = []
     for _ in range(ops):
         ways.append(choice.past())
@@ -422,7 +414,7 @@ def test_the_last_rank_decides_how_all_write() -> None:
 
 
 def core(folder: Path, number: int, *found: tuple[str, int, str, str]) -> None:
-    """A core's caches as Linux describes them: type, level, size and the cores that share it."""
+    """Write a core's caches as Linux describes them: type, level, size and the cores that share it."""
     for index, values in enumerate(found):
         place = folder / f"cpu{number}/cache/index{index}"
         place.mkdir(parents=True)

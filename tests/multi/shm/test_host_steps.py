@@ -44,7 +44,7 @@ NAN = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 @pytest.fixture(scope="module")
 def one_with_machine_code() -> Iterator[list[Engine]]:
-    """Two ranks, which are threads; one sums with machine code, one without."""
+    """Make two ranks that are threads; one sums with machine code, the other without."""
     meeting = StoreMeeting(HashStore())
     with ThreadPoolExecutor(2) as threads:
 
@@ -62,7 +62,6 @@ def one_with_machine_code() -> Iterator[list[Engine]]:
 
 
 def same_sums(engines: list[Engine], tensors: list[torch.Tensor]) -> bool:
-    """Whether both ranks have the same bits."""
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda e, x: e.all_reduce(Call("sum"), x, "sum"), engines, tensors))
     return same(*tensors)
@@ -100,7 +99,7 @@ def test_ranks_have_the_same_bits_of_nan_in_a_large_sum(
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_who_calls_a_sum_last_waits_for_nobody(world_size: int) -> None:
-    """In a sum of two slots ranks that have called it wait for others' sums only, two for nothing."""
+    """In a sum of two slots, the earlier ranks wait only for sums of other ranks."""
     with engine() as e:
         make_ring(e)
         e._steps.sizes = e._steps.sizes._replace(in_place=2 * SLOT_BYTES)  # whatever the caches
@@ -113,7 +112,6 @@ def test_who_calls_a_sum_last_waits_for_nobody(world_size: int) -> None:
 
 @ranks(3)
 def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting() -> None:
-    """The seconds by which they are, where lists take one each and meetings a hundred."""
     found: list[float] = []
     with engine() as e, pytest.MonkeyPatch.context() as patch:
         make_ring(e)
@@ -134,7 +132,6 @@ def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting() -> N
 @thorough
 @ranks(2)
 def test_as_many_rounds_as_steps_take_and_more() -> None:
-    """Ops of 33 rounds, of as many as steps take where that is 36, and of one more."""
     with engine() as e, pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_rounds, "MOST", 36 * 2)
         for key, op in enumerate(OPS):
@@ -145,7 +142,6 @@ def test_as_many_rounds_as_steps_take_and_more() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
-    """Rank 0's tensors are in it: it goes another way than the rest, who have staged."""
     n, generator = 3 * SLOT_BYTES // 4, random.Random(0)
     shared = interlace.symmetric_memory.empty(n)
     interlace.symmetric_memory.rendezvous(shared)
@@ -161,7 +157,7 @@ def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @ranks()
 def test_splits_that_are_equal_on_one_rank_only(world_size: int) -> None:
-    """Splits that fit, but are all equal on rank 0 only: rank 1 keeps ``most`` rows more for itself."""
+    """Rank 1 keeps ``most`` rows more for itself."""
     rank, everyone = interlace.get_rank(), range(world_size)
     interlace.all_reduce(torch.ones(1 << 20))  # makes the ring
     cases = [
@@ -183,7 +179,6 @@ def test_splits_that_are_equal_on_one_rank_only(world_size: int) -> None:
 
 @ranks(2)
 def test_lists_of_steps_are_not_kept_without_end() -> None:
-    """Neither by number nor by bytes."""
     with engine() as e, pytest.MonkeyPatch.context() as patch:
         for number, nbytes in ((5, 1 << 20), (1000, 20_000)):
             patch.setattr(message_steps, "KEPT", number)
@@ -197,7 +192,6 @@ def test_lists_of_steps_are_not_kept_without_end() -> None:
 
 @ranks(3)
 def test_a_rank_that_is_late_is_waited_for() -> None:
-    """Each in turn, so the others' waits stop, they fall asleep, and are woken."""
     with engine() as e:
         make_ring(e)
         for key in range(6):
@@ -209,7 +203,6 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 @pytest.mark.parametrize("nbytes", [16, 4 << 20])
 @ranks(3)
 def test_an_abort_ends_waits(nbytes: int) -> None:
-    """Rank 1 aborts the group while the others wait for it."""
     with engine() as e:
         make_ring(e)
         if e.rank == 1:
@@ -223,7 +216,6 @@ def test_an_abort_ends_waits(nbytes: int) -> None:
 
 @ranks(2)
 def test_another_thread_than_the_main_one() -> None:
-    """All ops, while the main one computes."""
     with engine() as e, ThreadPoolExecutor(1) as threads:
 
         def work() -> None:
@@ -240,7 +232,7 @@ def test_another_thread_than_the_main_one() -> None:
 @pytest.mark.parametrize("op", ["all_reduce", "barrier"])
 @ranks(2)
 def test_ctrl_c_while_a_peer_is_late(op: str, tmp_path: Path) -> None:
-    """It ends rank 0's wait for rank 1, which no timeout does in time."""
+    """No timeout would end rank 0's wait for rank 1 in time."""
     done = tmp_path / "done"
     with engine() as e:
         e.barrier(Call("barrier"))

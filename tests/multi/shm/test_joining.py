@@ -1,4 +1,4 @@
-"""Joining a group of one host: who may connect, and what the others hear when a rank does not come."""
+"""Joining a group of one host: permitted connections, and errors of the others if a rank does not come."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def pair(one: Rendezvous, other: Rendezvous) -> list[Rendezvous]:
 
 @pytest.fixture
 def ends() -> Iterator[list[Rendezvous]]:
-    """Those of two ranks, which know each other's addresses."""
+    """Return the ends of two ranks, which have each other's addresses."""
     made = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
     yield made
     for each in made:
@@ -57,7 +57,6 @@ def all_meet(ends: list[Rendezvous]) -> bool:
 
 
 def test_connections_of_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come before any peer, and say nothing."""
     store, held, meet_peers = HashStore(), [], Rendezvous.meet_peers
 
     def met(ends: Rendezvous, step: Any) -> None:
@@ -100,7 +99,7 @@ def test_garbage_of_a_stranger_ends_nothing(
     stranger.connect(ends[0].address)
     stranger.send(said)
     assert all_meet(ends)
-    assert stranger.recv(1) == b""  # it was let go
+    assert stranger.recv(1) == b""  # it was closed
 
 
 IMPOSTOR = """
@@ -120,11 +119,11 @@ except ConnectionResetError:
 
 
 def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rendezvous]) -> None:
-    """It says what rank 1 would, first."""
+    """The stranger sends the same data as rank 1, and is first."""
     label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
     command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
     stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
-    while stranger.poll() is None:  # it is let go before any other has come
+    while stranger.poll() is None:  # it is closed before any other has come
         assert not ends[0]._connections
         ends[0]._accept()
         time.sleep(1e-3)
@@ -136,7 +135,7 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rende
 
 
 class Losing(HashStore):
-    """Somebody deletes what rank 1 writes, just before anybody reads it."""
+    """A store that deletes the keys of rank 1 before any read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +177,6 @@ def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
 @pytest.mark.parametrize("key", ["hosts", "host/nonce"])
 @pytest.mark.parametrize("garbage", ["what", "00", "6e6f2063617264"])
 def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
-    """Whoever can write there has replaced what rank 1 wrote; the error says where."""
     prefix = "interlace/garbage/0"
 
     class Replacing(HashStore):
@@ -201,7 +199,6 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
 
 
 def test_connection_of_another_generation_is_let_go() -> None:
-    """Rank 1 of a group that crashed knows the new socket of rank 0, and connects first."""
     before = len(os.listdir("/proc/self/fd"))
     new, old, right = (Rendezvous(r, 2, n) for r, n in ((0, NONCE), (1, bytes(16)), (1, NONCE)))
     old.addresses = {0: new.address}
@@ -252,9 +249,8 @@ connect_place(store, 1, int(sys.argv[3]), timeout=3600, name="cards")
 
 @pytest.mark.parametrize("come", ["all", "some"])
 def test_rank_that_is_killed_after_its_card_is_named_at_once(come: str) -> None:
-    """It has said its process, and no address yet; by then all have come, or rank 3 has not.
-
-    Then only rank 0 believes that the process is of this run, and tells the others.
+    """The rank has published its process but no address. If rank 3 has not joined, only rank 0 can
+    identify the process.
     """
     size = 3 if come == "all" else 4
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -311,7 +307,7 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_reason_is_that_of_the_process_whatever_its_rank_elsewhere() -> None:
-    """An error may count the ranks of a larger group; once another rank's reason was told instead."""
+    """The numbers of ranks in a larger group differ; the error once had another rank's reason."""
     death, said = PeerDiedError(1, 77, "joining"), []
     meeting: Any = SimpleNamespace(
         told={0: "of rank 0", 1: "of rank 1"}.__getitem__, tell=said.append
@@ -343,7 +339,6 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
 
 
 def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while another rank, which is slower, still takes away what it has left there."""
     forget, ended = rendezvous.forget, threading.Event()
 
     def slowly(store: Any, rank: int, key: str, nonce: str) -> None:

@@ -53,7 +53,7 @@ def of_rank() -> ShmPlace:
 
 
 def workspace(op: str) -> Workspace:
-    """A channel of its own, of 16 slots and ELEMENTS int64."""
+    """Make a channel with 16 slots and ELEMENTS int64."""
     place = of_rank()
     slot_offset = HEADER_WORDS * WORD
     data_offset = slot_offset + 16 * WORD
@@ -74,10 +74,10 @@ def launched_wait(space: Workspace) -> KernelLaunch:
 
 
 def ring(wait_for_credits: bool) -> None:
-    """Every round, every rank writes its next rank's data.
+    """Write the next rank's data in every round.
 
-    Rank 1 is slow between waiting and reading, so a producer that does not wait for the credit
-    writes the next round over what rank 1 has still to read.
+    Rank 1 is slow between its wait and its read, so a producer that does not wait for the credit writes the
+    next round over unread data.
     """
     place = of_rank()
     rank, world_size = place.rank, place.world_size
@@ -105,7 +105,7 @@ def test_push_publish_wait(world_size: int) -> None:
 
 
 def test_without_credits_data_is_overwritten() -> None:
-    """The control of the test above: its delay does reveal a producer that does not wait."""
+    """The delay of the test above does reveal a producer that does not wait."""
     with pytest.raises(AssertionError, match="rank 1"):
         interlace.run(ring, 2, False, place="shm")
 
@@ -132,7 +132,7 @@ def exchanges(count: int) -> None:
 
 
 def exchanges_in_one_area(count: int) -> None:
-    """The mutant: both areas in the same place."""
+    """This is the mutant: both areas are at the same place."""
     with mock.patch.object(control, "AREA", 0):
         exchanges(count)
 
@@ -144,7 +144,7 @@ def test_300_exchanges(world_size: int) -> None:
 
 
 def test_one_message_area_is_not_enough() -> None:
-    """The control of the test above: with a single area the late reader sees the next message."""
+    """With a single area the late reader sees the next message."""
     with pytest.raises(AssertionError, match="rank 1"):
         interlace.run(exchanges_in_one_area, 2, 50, place="shm")
 
@@ -165,7 +165,6 @@ def test_unequal_allocation() -> None:
 
 @ranks(2)
 def test_allocation_without_memory_fails_on_all_ranks() -> None:
-    """Rank 1 finds that no memory is left; all ranks hear of it, and can go on afterwards."""
     place, said = of_rank(), f"^rank 1: cannot allocate {PAGE + (1 << 20)} bytes"
     known = segment.available_memory
     there = (lambda: 0) if place.rank == 1 else known
@@ -183,7 +182,7 @@ def test_more_memory_than_there_is() -> None:
 
 
 def test_memory_that_is_left_in_control_groups(tmp_path: pathlib.Path) -> None:
-    """Of the process's own group, of those around it, and in both versions; none of others'."""
+    """Limits of the own control group and of its parents count, in both versions of the interface."""
 
     def limited(folder: str, limit: str, used: str, stat: str, amounts: Sequence[object]) -> None:
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
@@ -205,7 +204,6 @@ def test_memory_that_is_left_in_control_groups(tmp_path: pathlib.Path) -> None:
 
 @ranks(3)
 def test_subgroup_needs_no_others() -> None:
-    """Ranks 2 and 0 make a group, in that order, twice. Rank 1 does nothing."""
     place = of_rank()
     for generation in (1, 2) if place.rank != 1 else ():
         part = place.subgroup((2, 0), generation)
@@ -217,7 +215,6 @@ def test_subgroup_needs_no_others() -> None:
 
 @ranks(2)
 def test_async_and_sync_messages_keep_their_order() -> None:
-    """In turn; rank 1's asynchronous ones are slow."""
     place, futures = of_rank(), []
 
     def operation(number: int) -> list[bytes]:
@@ -283,7 +280,6 @@ def test_sealed_segment_cannot_shrink() -> None:
 
 @ranks(3)
 def test_one_name_again_and_again() -> None:
-    """Nothing of a generation stays in the store, so the next one cannot take it for its own."""
     place = of_rank()
     own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port, *_ = place.exchange(str(own.port).encode(), "rank 0's store")
@@ -301,7 +297,7 @@ def test_one_name_again_and_again() -> None:
 
 
 def test_stale_nonce_in_the_store() -> None:
-    """What a crashed generation left cannot be joined, and does not hang."""
+    """Nobody can join the data of a crashed generation, and nobody hangs."""
     store = HashStore()
     store.set("interlace/crashed/0/nonce", NONCE.hex())
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1: ranks \[0\] have not joined"):
@@ -332,7 +328,7 @@ def test_exception_names_its_rank() -> None:
 
 
 class Stubborn(Exception):
-    """Pickles, and does not load."""
+    """An object that can be pickled, but not loaded."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"stubborn {one} {two}")
@@ -364,7 +360,6 @@ def test_what_does_not_pickle(
 
 @ranks(4)
 def test_abort_ends_every_wait() -> None:
-    """Ranks are in an exchange, in a wait, in a kernel that gives up at once; buffers hear of it."""
     place, space = of_rank(), workspace("an op")
     stream = place.new_stream("compute")
 
@@ -398,7 +393,6 @@ def failed(place: ShmPlace) -> bool:
 
 @ranks(3)
 def test_abort_of_the_whole_group_ends_waits_in_a_part() -> None:
-    """Ranks 0 and 2 are in a group without rank 1, which aborts the whole; rank 0 waits there."""
     place = of_rank()
     part = place.subgroup((0, 2), 1) if place.rank != 1 else None
     place.exchange(b"", "all")
@@ -421,7 +415,6 @@ def test_wait_for_a_rank_that_has_left() -> None:
 
 @ranks(2)
 def test_wait_that_passes_its_bound() -> None:
-    """Rank 1 does not come to the exchange until rank 0 has failed."""
     place, bounded = of_rank(), interlace.get_rank() == 0
     place.set_timeout(0.5)
     while not bounded and not failed(place):
@@ -453,7 +446,7 @@ def test_forked_child_cannot_use_the_group() -> None:
 
 
 def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
-    """A peer may publish and then exit: the wait that was served by it is no failure."""
+    """A peer may publish and exit; a wait that the publication ended is not a failure."""
     looks: list[str] = []
 
     def interruption(doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
@@ -472,7 +465,7 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 
 
 def killed_in_a_wait(folder: str) -> None:
-    """Rank 1 dies once everybody waits for it; the others note what they see.
+    """Rank 1 dies after all others wait for it; the others note their errors.
 
     Rank 0 is in an exchange, rank 2 waits for a slot on a stream, rank 3 in an interpreted kernel.
     """
@@ -524,7 +517,6 @@ def rank_1_never_ends() -> None:
 
 @thorough
 def test_run_that_does_not_end() -> None:
-    """Its time has passed as soon as rank 0 has reported."""
     interlace.run(os.getpid, 2, place="shm")
     before, collect = len(default_pool.processes()), default_pool._collect
 
@@ -541,7 +533,7 @@ def test_run_that_does_not_end() -> None:
 
 
 def use_memory(buffers: int) -> tuple[int, int]:
-    """Allocate, close while a tensor is still held, then drop it. Resources during all that."""
+    """Allocate, close while a tensor exists, then free it. Return the resources during this."""
     place = of_rank()
     tensors = [place.allocate(1 << 16).peer_bytes for _ in range(buffers)]
     place.exchange(b"", "everyone has mapped")
@@ -553,7 +545,6 @@ def use_memory(buffers: int) -> tuple[int, int]:
 
 
 def test_nothing_is_left() -> None:
-    """Descriptors and mappings after runs that used memory are those from before."""
     buffers = 3
     interlace.run(use_memory, 2, buffers, place="shm")
     before = interlace.run(resources, 2, place="shm")
@@ -567,7 +558,7 @@ def test_nothing_is_left() -> None:
 
 
 def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[str]":
-    """A Python of its own that runs ``text``, which is a file; with pipes for what it says."""
+    """Start a new Python that runs ``text`` as a file, with pipes for its output."""
     (folder / "script.py").write_text(text)
     return subprocess.Popen(
         [sys.executable, "script.py"],
@@ -597,7 +588,6 @@ if __name__ == "__main__":
 
 
 def test_processes_end_with_their_parent(tmp_path: pathlib.Path) -> None:
-    """Even when the parent is killed; and starting says nothing on stderr."""
     script = as_script(tmp_path, PARENT)
     printed, said = script.communicate()
     assert (script.returncode, said) == (-9, "")
@@ -613,7 +603,7 @@ AT_IMPORT = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')
 
 @thorough
 def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) -> None:
-    """It is told what to do once, and not by each of the processes that import it."""
+    """One error tells what to do, instead of one error from each process that imports the script."""
     _, said = as_script(tmp_path, AT_IMPORT).communicate()
     assert said.count("Traceback") == 1 and "freeze_support" not in said
     assert 'Put that code under `if __name__ == "__main__":`' in said.splitlines()[-1]
@@ -621,7 +611,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) 
 
 @thorough
 def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
-    """Python's own text of that would be a traceback of each process."""
+    """Python itself would print a traceback for each process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = subprocess.run(
         [sys.executable], input=AT_IMPORT, env=environment, capture_output=True, text=True
@@ -658,7 +648,7 @@ def test_an_interrupt_while_ranks_start_is_told_once(tmp_path: pathlib.Path) -> 
 def test_a_forked_process_does_not_do_what_its_parent_does_on_sigterm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where ranks are forked, a command's own handler would run in them, and print its traceback."""
+    """Forked ranks inherit the handlers of a command, which would print its traceback."""
     monkeypatch.setattr(pool_module, "START_METHOD", "fork")
     before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     try:

@@ -35,7 +35,7 @@ on_hosts = pytest.mark.parametrize("hosts", [1, 2])
 
 
 def sum_of_ranks(rank: int) -> float:
-    """Of the numbers that ranks had at first, over the default group."""
+    """Return the sum of the first numbers of ranks over the default group."""
     whole = torch.tensor([float(rank)])
     interlace.all_reduce(whole)
     return whole.item()
@@ -51,7 +51,7 @@ def install(rank: int, world_size: int, folder: str, hosts: int, timeout: float 
 def going_on(
     rank: int, world_size: int, folder: str, said: Any, hosts: int = 1, timeout: float = LONG
 ) -> None:
-    """Calls ops, shrinks when a rank has died, and says who is left each time, until it is alone."""
+    """Call ops, shrink after each death, and report the survivors each time until one is left."""
     install(rank, world_size, folder, hosts, timeout)
     while True:
         try:
@@ -75,14 +75,14 @@ def going_on(
 
 
 def to_the_last(world_size: int, folder: Path, seed: int, hosts: int = 1) -> int:
-    """Kills ranks at random moments, some at once, until one is left; how many were killed."""
+    """Kill ranks at random moments, some at once, until one is left; return the number of kills."""
     chance, killed = random.Random(seed), 0
     with started(going_on, world_size, folder, hosts) as (processes, ends):
         alive = list(range(world_size))
         while True:
             said: dict[int, list[int]] = {}
             for rank in alive:
-                while said.get(rank) != alive:  # before that of fewer deaths, if these came in turn
+                while said.get(rank) != alive:  # first after fewer deaths, if these came in turn
                     said[rank] = heard(ends[rank])
                     assert set(alive) <= set(said[rank]), said
             if len(alive) == 1:
@@ -115,14 +115,12 @@ def test_ranks_go_on_without_those_that_were_killed(world_size: int, tmp_path: P
     ),
 )
 def test_ranks_of_hosts_go_on(world_size: int, hosts: int, seed: int, tmp_path: Path) -> None:
-    """Also without rank 0, which serves the store, and without all ranks of a host."""
     assert to_the_last(world_size, tmp_path, seed, hosts) == world_size - 1
 
 
 @pytest.mark.parametrize(("hosts", "message"), [(1, False), (1, True), (2, False)])
 @ranks(4, gone=[1])
 def test_a_rank_that_starts_another_program_is_named(hosts: int, message: bool) -> None:
-    """Its process does not end; what it was is gone all the same, and the others go on."""
     pids: list[Any] = [None] * 4
     interlace.all_gather_object(pids, os.getpid())
     interlace.barrier()
@@ -141,7 +139,7 @@ MOMENTS = ["after coming", "after its card", "joined", "said so"]
 
 
 def end_at(when: str, hosts: int) -> None:
-    """This process ends at that point of the first attempt to go on."""
+    """End this process at that point of the first shrink."""
     roll: Any = MemoryRoll if hosts == 1 else HostsRoll
     cards, say = MemoryMeeting.cards, roll.say
 
@@ -165,7 +163,6 @@ def end_at(when: str, hosts: int) -> None:
 @pytest.mark.parametrize(("hosts", "when"), [(hosts, when) for hosts in (1, 2) for when in MOMENTS])
 @ranks(4, gone=[1, 2])
 def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
-    """Rank 1 leaves by its end; rank 2 ends at the point ``when``."""
     rank = interlace.get_rank()
     if rank == 1:
         os._exit(1)
@@ -188,7 +185,7 @@ def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
 
 
 def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, timeout: float) -> None:
-    """Calls ops until one fails, then shrinks: what it says, and who is left; or why not."""
+    """Call ops until one fails, then shrink; report the error and the survivors, or the reason for none."""
     install(rank, world_size, folder, hosts, timeout)
     interlace.barrier()
     said.send("up")
@@ -211,7 +208,9 @@ def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, time
 def test_who_is_stopped_is_left_out_after_the_timeout(
     hosts: int, gone: list[int], place: str, tmp_path: Path
 ) -> None:
-    """All ranks of a host, too: so looks one that was switched off. When they wake it is too late."""
+    """A host with all of its ranks stopped looks like a host without power. When the ranks wake it is too
+    late.
+    """
     seconds = 5.0  # the others come to each op, and to shrink, in thousandths of that
     left = [rank for rank in range(4) if rank not in gone]
     with started(stopped, 4, tmp_path, hosts, seconds) as (processes, ends):
@@ -231,7 +230,6 @@ def test_who_is_stopped_is_left_out_after_the_timeout(
 
 @ranks(4, hosts=2, gone=[3])
 def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
-    """Of one whose rank 3 has died: works, workspaces, groups."""
     rank, old = interlace.get_rank(), groups.default_group()
     near: Any = [interlace.new_group([0, 1]), interlace.new_group([2, 3])][rank // 2]
     square = torch.ones(64, 64)
@@ -265,11 +263,11 @@ def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
     if half is not None:
         whole = torch.tensor([float(rank)])
         interlace.broadcast(whole, half.ranks[0], group=half)
-        assert half.ranks == (0, 1) and whole.item() == 2.0  # of 2 and 0, in this order
+        assert half.ranks == (0, 1) and whole.item() == 2.0  # the ranks 2 and 0, in this order
 
 
 def again_and_again(times: int) -> list[tuple[int, int, int]]:
-    """Shrinks a group that has lost nobody; descriptors, threads and mappings before, half-way, after."""
+    """Shrink without a loss; return descriptors, threads and mappings before, half-way and after."""
     found = []
     for number in range(times + 1):
         interlace.shrink()
@@ -290,7 +288,7 @@ def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
 
 @ranks(4, hosts=2)
 def test_nothing_is_left_of_groups_of_two_hosts() -> None:
-    """Which reference counts do; the collector of cycles may be late."""
+    """Reference counts must free them, because the collector of cycles may run late."""
     again_and_again(4)
     gc.collect()
     gc.disable()
@@ -310,7 +308,6 @@ def test_nothing_is_left_of_a_thousand_groups() -> None:
 
 @ranks(2)
 def test_a_group_is_over_when_it_was_shrunk() -> None:
-    """Its work and its symmetric memory, too."""
     rank, x, old = interlace.get_rank(), torch.ones(4), interlace.new_group()
     memory = interlace.symmetric_memory.empty(4)
     handle = interlace.symmetric_memory.rendezvous(memory, old)
@@ -331,7 +328,7 @@ def test_a_group_is_over_when_it_was_shrunk() -> None:
 
 
 class OfOthers(Patience):
-    """Patience that is at its end when only rank 0 has not come."""
+    """A patience that ends when only rank 0 has not come."""
 
     def step(self, doing: str, waited_for: Sequence[int], ready: Any = None) -> None:
         self._timeout = 0.0 if list(waited_for) == [0] else LONG
@@ -340,7 +337,6 @@ class OfOthers(Patience):
 
 @ranks(3)
 def test_who_does_not_come_is_named() -> None:
-    """By those who mean to go on with rank 0, which does not come; it is too late then."""
     group = interlace.new_group()
     if interlace.get_rank():
         with (
@@ -348,13 +344,12 @@ def test_who_does_not_come_is_named() -> None:
             pytest.raises(interlace.CollectiveTimeoutError, match=r"for ranks \[0\]"),
         ):
             interlace.rebuild(group, range(3))
-    interlace.barrier()  # who drops a group leaves it
+    interlace.barrier()  # a rank that drops a group leaves it
 
 
 @on_hosts
 @ranks(2)
 def test_ranks_that_mean_different_groups_hear_so(hosts: int) -> None:
-    """In different orders, then with all; nobody is said to have died, and then they may agree."""
     rank = interlace.get_rank()
     meant = [[0, 1], [1, 0]][rank]
     said = f", ranks {meant} in this order: ranks [{1 - rank}] name others"
@@ -370,7 +365,7 @@ def test_ranks_that_mean_different_groups_hear_so(hosts: int) -> None:
 
 
 def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, hosts: int) -> None:
-    """torch's groups, whose store rank 0 serves, after rank 0 has died; rank 1 is not in one of them."""
+    """Test torch's groups, whose store dead rank 0 has served; one group is without rank 1."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INTERLACE_SECRET="of of_torch"
     )
@@ -404,7 +399,9 @@ def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, host
 
 @on_hosts
 def test_torchs_own_groups(hosts: int, tmp_path: Path) -> None:
-    """Of the default group comes the next one, of another one with the same global ranks."""
+    """A shrunk default group is replaced by the new one; another group is replaced by one with the same
+    global ranks.
+    """
     port = free_port()
     with started(of_torch, 4, tmp_path, port, hosts) as (processes, ends):
         for rank in (1, 2, 3):

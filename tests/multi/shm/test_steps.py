@@ -35,7 +35,6 @@ def listed(write: Write, *, spin: bool = False) -> Steps:
 
 
 def words(*values: int) -> tuple[torch.Tensor, list[int]]:
-    """Words of memory, and their addresses."""
     memory = torch.tensor(values, dtype=torch.int64)
     return memory, [memory.data_ptr() + 8 * number for number in range(len(values))]
 
@@ -44,7 +43,7 @@ def words(*values: int) -> tuple[torch.Tensor, list[int]]:
 
 
 def numbers(dtype: torch.dtype, seed: int, count: int) -> torch.Tensor:
-    """Numbers of every size that the dtype has; of infinities only the positive one, and no NaN."""
+    """Return numbers of every size of the dtype, without NaN and with positive infinities only."""
     generator = torch.Generator().manual_seed(seed)
     size = dtype.itemsize
     raw = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)
@@ -68,7 +67,6 @@ def summed(dtype: torch.dtype, parts: Sequence[torch.Tensor], target: torch.Tens
 
 @pytest.mark.parametrize("dtype", SUMS, ids=str)
 def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
-    """Every count up to 100, so every split into vectors and a rest; and not a byte beside them."""
     for sources in range(1, 9):
         count = 103
         parts = [numbers(dtype, 10 * sources + s, count) for s in range(sources)]
@@ -92,7 +90,6 @@ def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_rounded_once_to_the_nearest_even(dtype: torch.dtype) -> None:
-    """Between two neighbours, just beside the middle, at the largest number, and below the smallest."""
     info = torch.finfo(dtype)
     one, half = 1.0, info.eps / 2
     most, step = info.max, info.max * info.eps / (2 - info.eps)  # to what would be the next
@@ -131,7 +128,9 @@ def test_nan_stays_nan(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", [b"\x7f\x80\x00\x01", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"])
 def test_no_nan_of_bfloat16_is_rounded_to_something_else(bits: bytes) -> None:
-    """One whose last bits are all that makes it NaN, and some that rounding would carry out of."""
+    """The values include a NaN that only its last bits make a NaN, and one from which rounding would
+    carry.
+    """
     pattern = torch.frombuffer(bytearray(bits[:2]), dtype=torch.uint8).flip(0).view(torch.bfloat16)
     nan = torch.full((40,), torch.nan, dtype=torch.bfloat16)
     nan[:] = pattern
@@ -185,7 +184,6 @@ def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
 
 
 def test_a_wait_sleeps_until_it_is_rung_for() -> None:
-    """Where others want the cores: a wait sleeps at once, and says for whom."""
     memory = torch.zeros(2 * BELL // 8, dtype=torch.int64)
     word, addresses = words(0)
     made = Steps()
@@ -227,7 +225,7 @@ def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) ->
 
 
 def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside busy processes each giving away of the core may take milliseconds, or many."""
+    """A yield beside busy processes may take many milliseconds."""
     monkeypatch.setattr(machine_code, "TURNS", 1 << 40)
     monkeypatch.setattr(machine_code, "PATIENCE_NS", 20_000_000)
     memory, addresses = words(1, 1, 0)
@@ -242,7 +240,6 @@ def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.Mon
 def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then waits stop at once, in machine code and in Python."""
     given: list[int] = []
     monkeypatch.setattr(waiting, "_yield_core", lambda: given.append(1))
     monkeypatch.setattr(waiting, "crowded_until", until := ctypes.c_int64())
@@ -266,7 +263,7 @@ def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
 def test_a_word_that_another_thread_stores_ends_a_wait(
     keeps_lock: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter's lock is free during a wait. Where it is kept, the thread starves."""
+    """A wait releases the interpreter's lock; otherwise the other thread could not run."""
     monkeypatch.setattr(machine_code, "TURNS", 1 << 40)
     monkeypatch.setattr(machine_code, "PATIENCE_NS", 20_000_000 if keeps_lock else 600_000_000_000)
     memory, (word,) = words(0)
@@ -280,7 +277,7 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
     other = threading.Thread(target=lambda: waits.wait() and memory.fill_(3))
     other.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(600)  # the thread has the lock when this one lets go of it, not sooner
+    sys.setswitchinterval(600)  # the thread gets the lock only when this one releases it
     try:
         waits.set()
         assert made.run(0) == (0 if keeps_lock else -1)
@@ -354,7 +351,7 @@ def test_code_waits_and_orders_as_the_processor_has_it(processor: str) -> None:
 
 
 def test_weaker_orders_would_be_seen() -> None:
-    """What x86-64 keeps in order by itself has to be asked for elsewhere."""
+    """Machine code must request these orders on other processors; x86-64 keeps them always."""
     for order, instruction in (("acquire", "ldar|ldapr"), ("release", "stlr")):
         weaker = machine_code.module_ir("run", "aarch64").replace(
             f"{order}, align", "monotonic, align"
@@ -368,7 +365,7 @@ def test_weaker_orders_would_be_seen() -> None:
 
 @pytest.mark.parametrize("processor", machine_code.PROCESSORS)
 def test_sums_call_nothing_and_are_within_the_usual_mode(processor: str) -> None:
-    """Between the two instructions that set it, wherever LLVM has moved what it may move."""
+    """LLVM may move instructions past the two that set and reset the mode."""
     setting, adding = {
         "x86_64": (r"\bv?ldmxcsr\b", r"\bv?addp[sd]\b|\bv?adds[sd]\b"),
         "aarch64": (r"\bmsr\s+FPCR\b", r"\bfadd\b"),
@@ -403,7 +400,7 @@ def refuse() -> None:
     ids=["variable", "processor", "halves", "system", "version", "llvmlite", "refused"],
 )
 def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
-    # what is known of this process is cached
+    # facts about this process are cached
     known = {name: getattr(machine_code, name).__wrapped__ for name in ("supported", "_run")}
     with mock.patch.multiple(machine_code, PROCESSOR="x86_64", **known), missing:
         assert not machine_code.available()
@@ -413,7 +410,7 @@ def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
 
 @thorough
 def test_llvm_is_loaded_by_who_needs_it() -> None:
-    """Not by an import: a process that never calls a CPU collective does not pay for it."""
+    """A process that never calls a CPU collective does not pay for LLVM."""
     module = "interlace.runtime.places.shm.machine_code"
     loaded = "print('llvmlite' in sys.modules)"
     code = f"import sys, interlace, {module} as s; {loaded}; s.available(); {loaded}"

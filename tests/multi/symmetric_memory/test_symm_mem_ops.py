@@ -39,7 +39,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Small whole numbers, other ones on each rank: sums of products of them are exact."""
+    """Return small whole numbers that differ between ranks: sums of products of them are exact."""
     generator = torch.Generator().manual_seed(100 * interlace.get_rank() + seed)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
@@ -141,7 +141,7 @@ def check(
     values: bool = True,
     compared: Sequence[str] = ("shape", "dtype", "stride"),
 ) -> None:
-    """The outputs agree in shapes, strides, dtypes and numbers."""
+    """Outputs must agree in shapes, strides, dtypes and numbers."""
     for number, (mine, theirs) in enumerate(zip(leaves(got), leaves(expected), strict=True)):
         here = f"{about}, output {number}: {mine} instead of {theirs}"
         if mine is None or theirs is None:
@@ -160,7 +160,7 @@ def on_meta(value: Any) -> Any:
 
 
 def check_against_torch(makers: Sequence[Makers]) -> int:
-    """Ours are as torch's fallbacks, and as torch's fake kernels tell its compiler; the number of cases."""
+    """Compare with torch's fallbacks, and with torch's fake kernels; return the number of cases."""
     group: Any = dist.group.WORLD
     cases = [case for maker in makers for case in maker(group.group_name)]
     for op, title, args, options in cases:
@@ -196,7 +196,6 @@ def test_scaled_as_torch(world_size: int) -> None:
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks(4)
 def test_collectives(backend: str) -> None:
-    """Every other op, in a group of all ranks but the first too."""
     ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
     group: Any = dist.group.WORLD
     rank, size, name = dist.get_rank(), dist.get_world_size(), group.group_name
@@ -242,7 +241,7 @@ def test_collectives(backend: str) -> None:
 
 
 class GatherLinear(torch.autograd.Function):
-    """A layer as torchtitan's: the fused ops by group name, the input gathered again in backward."""
+    """A layer as in torchtitan: the ops have a group name, and the backward gathers the input again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
@@ -263,7 +262,7 @@ class GatherLinear(torch.autograd.Function):
 
 @ranks(2, backend="interlace")
 def test_layer_with_gradients() -> None:
-    """Calls by group name from an autograd function, as torchtitan makes them."""
+    """An autograd function calls the ops by the group's name, as torchtitan does."""
     group: Any = dist.group.WORLD
     x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
     GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
@@ -285,9 +284,9 @@ def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def inductors_pass() -> Iterator[list[str]]:
-    """Inductor's pass as on a machine with NCCL; a list of the ops that are called.
+    """Enable Inductor's pass as on a machine with NCCL, and return a list of the called ops.
 
-    As of torch 2.15 a group needs no enabling, and the pass asks for an accelerator instead.
+    From torch 2.15 on a group needs no enabling; the pass looks for an accelerator instead.
     """
     calls: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -305,7 +304,7 @@ def inductors_pass() -> Iterator[list[str]]:
 @thorough
 @ranks(2, backend="interlace")
 def test_inductors_own_pass() -> None:
-    """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which run here."""
+    """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which call interlace here."""
     group: Any = dist.group.WORLD
     with inductors_pass() as calls:
         with warnings.catch_warnings():
@@ -334,7 +333,7 @@ def test_inductors_own_pass() -> None:
 
 
 def gathered_fp8(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Along ``dim``; of dim 1 as DTensor and torchao do it for fp8."""
+    """Gather along ``dim``; along dim 1 as DTensor and torchao do for fp8."""
     whole = all_gather(x, 0, group)
     if dim == 0:
         return whole
@@ -349,7 +348,7 @@ def scaled_mm(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor
 
 
 def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """By name: the op that Inductor's pass makes of it, or "" if that depends on torch; and its inputs."""
+    """Return by name the op that Inductor's pass makes, or "" if that depends on torch; and the inputs."""
     size, half = dist.get_world_size(), torch.tensor(0.5)
     w, w2, w3 = (numbers(6, n * size, seed=n) for n in (1, 2, 3))
     fp8_w = numbers(16 * size, 32, dtype=FP8, seed=4).t()
@@ -424,7 +423,7 @@ def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, 
 
 @ranks(2, backend="interlace")
 def test_graphs_of_inductors_own_pass() -> None:
-    """The patterns of torch's own tests of ``micro_pipeline_tp_pass``: their ops run here, as unfused."""
+    """These are the patterns of torch's own tests of ``micro_pipeline_tp_pass``."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
@@ -460,7 +459,6 @@ def waited(results: Any) -> list[Any]:
 @thorough
 @pytest.mark.parametrize("first", ["interlace", "torch.distributed._symmetric_memory"])
 def test_order_of_imports(first: str) -> None:
-    """Kernels are there whether torch has defined its ops before or after; its others stay."""
     second = {"interlace": "torch.distributed._symmetric_memory"}.get(first, "interlace")
     program = f"""
 import torch, sys, warnings

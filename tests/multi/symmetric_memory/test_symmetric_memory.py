@@ -29,7 +29,7 @@ seeds = pytest.mark.parametrize(
 
 
 def neighbours() -> tuple[int, int, int]:
-    """This rank, and those before and after it."""
+    """Return this rank, the rank before it and the rank after it."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     return rank, (rank - 1) % world_size, (rank + 1) % world_size
 
@@ -50,7 +50,7 @@ def push_kernel(buffer_ptrs, rank, world_size, value, BLOCK: tl.constexpr):
 
 @triton.jit
 def put_by_swap(pad_ptrs, rank, world_size, channel, peer):
-    """What put_signal does, as kernels written for torch do it: spin on a compare-and-swap."""
+    """Signal as kernels for torch do: spin on a compare-and-swap."""
     table = pad_ptrs.to(tl.pointer_type(tl.uint64))
     pad = tl.load(table + peer).to(tl.pointer_type(tl.uint32))
     flag = pad + channel * world_size + rank
@@ -61,7 +61,7 @@ def put_by_swap(pad_ptrs, rank, world_size, channel, peer):
 
 @triton.jit
 def wait_by_swap(pad_ptrs, rank, world_size, channel, peer):
-    """What wait_signal does, the same way."""
+    """Wait for a signal by a compare-and-swap."""
     table = pad_ptrs.to(tl.pointer_type(tl.uint64))
     pad = tl.load(table + rank).to(tl.pointer_type(tl.uint32))
     flag = pad + channel * world_size + peer
@@ -72,7 +72,7 @@ def wait_by_swap(pad_ptrs, rank, world_size, channel, peer):
 
 @triton.jit
 def chain_kernel(word_ptr):
-    """Program i waits for program i + 1: one after another, as stock Triton runs them, never ends."""
+    """Program i waits for program i + 1: stock Triton runs programs one after another, and would hang."""
     mine = tl.program_id(0)
     last = tl.num_programs(0) - 1
     if mine != last:
@@ -96,14 +96,14 @@ def handle_of(*size: int, dtype: torch.dtype = torch.float32, group: Any = None)
 
 
 def check_flags_are_down(hdl: Any) -> None:
-    """All pads are as they were, once every rank has finished."""
+    """All pads must be unchanged after every rank has finished."""
     interlace.barrier()
     for rank in range(hdl.world_size):
         assert not hdl.get_signal_pad(rank).view(torch.int32).any()
 
 
 def gather(rounds: int) -> None:
-    """A kernel pushes to all peers, the handle's barrier makes it visible, again and again."""
+    """A kernel pushes to all peers, and the handle's barrier makes the data visible, again and again."""
     world_size = interlace.get_world_size()
     tensor, hdl = handle_of(world_size, 4, 8)
     for number in range(rounds):
@@ -133,7 +133,6 @@ def test_kernel_pushes_in_any_schedule(seed: int) -> None:
 @seeds
 @ranks()
 def test_signals_of_host_and_kernels_mix(place: str, seed: int, world_size: int) -> None:
-    """Torch operators write the next rank's buffer, in a ring. A rank may signal itself."""
     rank, before, after = neighbours()
     tensor, hdl = handle_of(16, dtype=torch.int64)
     target = hdl.get_buffer(after, (16,), torch.int64)
@@ -155,7 +154,6 @@ def test_signals_of_host_and_kernels_mix(place: str, seed: int, world_size: int)
 @seeds
 @ranks(3)
 def test_group_of_some_ranks(place: str, seed: int) -> None:
-    """Ranks 2 and 0, in that order, over memory that all ranks share too."""
     rank = interlace.get_rank()
     group = interlace.new_group([2, 0])
     tensor, whole = handle_of(4)
@@ -205,7 +203,6 @@ def test_views_and_what_the_handle_says(place: str) -> None:
 @seeds
 @ranks(3)
 def test_empty_is_not_collective(place: str, seed: int) -> None:
-    """Ranks make tensors in different numbers and orders, before and after each other's."""
     rank = interlace.get_rank()
     spare = [symm_mem.empty(rank + 1, dtype=torch.int8) for _ in range(2 * rank)]
     first = symm_mem.empty(8, dtype=torch.int32)
@@ -223,7 +220,6 @@ def test_empty_is_not_collective(place: str, seed: int) -> None:
 @both
 @ranks(3)
 def test_words(place: str) -> None:
-    """memset32 and stream_write_value32, on the own memory and on a peer's."""
     rank, before, after = neighbours()
     tensor, hdl = handle_of(8, dtype=torch.uint32)
     tensor.zero_()
@@ -238,7 +234,6 @@ def test_words(place: str) -> None:
 @seeds
 @ranks(2)
 def test_grids_and_programs_that_wait_for_later_ones(place: str, seed: int) -> None:
-    """Grids as Triton has them; a kernel behind heuristics."""
     tensor, _ = handle_of(6, dtype=torch.int32)
     chain_kernel[lambda arguments: (tensor.numel(),)](tensor)
     out = torch.zeros(4, dtype=torch.int32)
@@ -249,7 +244,6 @@ def test_grids_and_programs_that_wait_for_later_ones(place: str, seed: int) -> N
 @both
 @ranks(3)
 def test_tensors_of_a_handle_outlive_it(place: str) -> None:
-    """On all ranks."""
     rank, _, after = neighbours()
     tensor, hdl = handle_of(4)
     views = [hdl.get_buffer(r, (4,), torch.float32) for r in range(3)]
@@ -320,7 +314,7 @@ def test_misuse_is_refused_on_every_rank_and_the_group_goes_on(place: str) -> No
 
 @ranks(2)
 def test_launches_while_async_ops_run() -> None:
-    """And signals: the worker may still run kernels of its own."""
+    """The worker may still run kernels of interlace at that time."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     tensor, hdl = handle_of(world_size, 8)
     for number in range(4):
@@ -347,7 +341,6 @@ def test_wait_that_passes_its_bound_says_what_it_waited_for() -> None:
 
 @ranks(2)
 def test_closed_group_leaves_kernels_to_triton() -> None:
-    """What is left of it is memory, but no kernel that waits."""
     tensor, hdl = handle_of(4)
     interlace.barrier()
     assert len(shm_place._open_places()) == 1
@@ -363,7 +356,6 @@ def test_closed_group_leaves_kernels_to_triton() -> None:
 @thorough
 @ranks(2)
 def test_memory_and_descriptors_are_given_back() -> None:
-    """In between the handle alone keeps the mappings."""
     named = shared_names()
     for first in (True, False):  # the first use may leave something behind for good
         interlace.barrier()
@@ -385,7 +377,6 @@ def test_memory_and_descriptors_are_given_back() -> None:
 
 @ranks(3, gone=[1])
 def test_killed_peer_is_named() -> None:
-    """By rank 0, which waits in the handle, and by rank 2, which waits in a kernel of its own."""
     _, hdl = handle_of(1, dtype=torch.float64)
     if hdl.rank == 1:
         time.sleep(0.1)  # not for order, but so that the others sleep in their wait already

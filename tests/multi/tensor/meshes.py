@@ -23,7 +23,7 @@ FEW = few([("interlace", 2), ("gloo", 2), ("interlace", 4), ("gloo", 4)], ("inte
 
 
 def on_meshes(body: Callable[..., None]) -> Callable[..., Any]:
-    """A test whose body runs on every rank of a mesh of one dim, which it gets as ``mesh``."""
+    """Run a test's body on every rank of a mesh of one dim, which it gets as ``mesh``."""
 
     def in_world(backend: str, world_size: int, **given: Any) -> None:
         body(mesh=init_device_mesh("cpu", (world_size,)), **given)
@@ -36,7 +36,7 @@ def on_meshes(body: Callable[..., None]) -> Callable[..., Any]:
 
 
 def expected_chunk(parts: list[torch.Tensor], gather_dim: int, shard_dim: int, rank: int) -> Any:
-    """As torch defines it: all-gather, chunk, and empty chunks at the end."""
+    """Return the chunk that torch defines: all-gather, chunk, and empty chunks at the end."""
     chunks = list(torch.cat(parts, gather_dim).chunk(len(parts), shard_dim))
     missing = len(parts) - len(chunks)
     chunks = torch_utils.fill_empty_tensor_to_shards(chunks, shard_dim, missing)
@@ -56,7 +56,7 @@ def model(bias: bool = True) -> nn.Module:
 
 
 def shape_of(dim: int) -> tuple[int, ...]:
-    """[s, h] for dimension 0, [b, s, h] for 1."""
+    """Return [s, h] for dimension 0, [b, s, h] for 1."""
     return (SEQUENCE, WIDTH) if dim == 0 else (3, SEQUENCE, WIDTH)
 
 
@@ -115,8 +115,6 @@ def compare_states(module: nn.Module, reference: nn.Module) -> None:
 
 
 def sequence(dim: int) -> Callable[[], torch.Tensor]:
-    """This rank's own shard."""
-
     def made() -> torch.Tensor:
         torch.manual_seed(1 + dist.get_rank())
         return torch.randn(shape_of(dim))

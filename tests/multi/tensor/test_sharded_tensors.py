@@ -25,7 +25,7 @@ from multi.tensor.meshes import expected_chunk
 from ranks import ranks
 from support import noise, payload
 
-LENGTHS = {(0, 0): 1, (0, 1): 3, (1, 0): 0, (1, 1): 2}  # of dim 0, cut by both mesh dims
+LENGTHS = {(0, 0): 1, (0, 1): 3, (1, 0): 0, (1, 1): 2}  # along dim 0, cut by both mesh dims
 
 
 def whole_of(*shape: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def grad_of(whole: torch.Tensor, *ranks: int) -> torch.Tensor:
 
 
 def check(sharded: ShardedTensor, whole: torch.Tensor, block: Any, summed_over: Any) -> None:
-    """Values and gradients of ``full_tensor`` and ``gather`` against the whole tensor."""
+    """Compare values and gradients of ``full_tensor`` and ``gather`` with the whole tensor."""
     rank, local = interlace.get_rank(), sharded.to_local()
     assert sharded.shape == whole.shape and torch.equal(local, whole[block])
     full = sharded.full_tensor()
@@ -99,7 +99,6 @@ def test_meshes_of_two_dims() -> None:
 
 @ranks(4, backend="interlace")
 def test_to_and_from_dtensors() -> None:
-    """With gradients; what torch.chunk would cut otherwise is an error."""
     mesh = init_device_mesh("cpu", (2, 2))
     rank = interlace.get_rank()
     whole = whole_of(5, 3)
@@ -130,7 +129,7 @@ def test_to_and_from_dtensors() -> None:
 @pytest.mark.parametrize("place", ["shm", "sim"])
 @ranks(3)
 def test_gradients_through_one_rank(place: str) -> None:
-    """Scatter, work on all, gather, work on one, scatter: backward crosses every placeholder."""
+    """The backward crosses every placeholder: scatter, work on all, gather, work on one, scatter."""
     rank = interlace.get_rank()
     source = torch.arange(5.0, dtype=torch.float64).requires_grad_() if rank == 0 else None
     part = scatter_v(source, [1, 0, 4] if rank == 0 else None)
@@ -149,7 +148,6 @@ def test_gradients_through_one_rank(place: str) -> None:
 
 @ranks()
 def test_functional_collectives_take_placeholders_from_receivers() -> None:
-    """Those that only read the shape of what a receiver gives."""
     rank, whole = interlace.get_rank(), torch.arange(4.0)
     given = whole.requires_grad_() if rank == 0 else Placeholder((4,), requires_grad=True)
     everywhere = functional.wait(functional.broadcast(given, 0))
@@ -168,7 +166,7 @@ def test_functional_collectives_take_placeholders_from_receivers() -> None:
 @pytest.mark.parametrize("columns", [4, 5])
 @ranks()
 def test_gradients_of_shards_along_another_dimension(columns: int) -> None:
-    """Of even and of uneven chunks: those of the gather and the chunk, computed in one process."""
+    """The reference is the gather and the chunk in one process."""
     rank = interlace.get_rank()
     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=rank)
     parts = [payload(each, 0, (3, columns)).requires_grad_() for each in range(2)]

@@ -23,7 +23,7 @@ from tiers import few, thorough
 
 
 class AttentionReading(nn.Module):
-    """q, k and v read the same input; ``reads`` is what the module itself does with it."""
+    """q, k and v read the same input; ``reads`` is the module's own use of it."""
 
     def __init__(self, reads: Callable[[Any], Any] = lambda x: 0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NormedBlock(nn.Module):
 
 
 def attention_plan(kind: Any, prepare: Any = None, local: bool = True) -> dict[str, Any]:
-    """As torchtitan's with ``prepare`` for the module; without, each linear has a shard for its input."""
+    """Return torchtitan's plan with ``prepare`` for the module; without it linears take shards."""
     options = {"input_layouts": Shard(1)} if prepare is None else {}
     linears = {f"attention.w{name}": kind.ColwiseParallel(**options) for name in "qkv"}
     return {
@@ -75,7 +75,7 @@ OF_LINEARS = {"attention.wq": GATHERED, "attention.wk": SHARED, "attention.wv": 
 
 
 def counted() -> Any:
-    """The fused gathers that run in a ``with``."""
+    """Count the fused gathers of a ``with``."""
     real = styles.styles.all_gather_matmul
     return unittest.mock.patch.object(styles.styles, "all_gather_matmul", side_effect=real)
 
@@ -86,7 +86,7 @@ def counted() -> Any:
 )
 @on_meshes
 def test_one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
-    """One for q, k and v in each forward, and in a recomputation one again; without a gradient, too."""
+    """Each forward gathers once for q, k and v, and a recomputation gathers once again."""
 
     def plan(kind: Any) -> dict[str, Any]:
         return attention_plan(kind, gathering(kind) if prepared else None, local)
@@ -112,7 +112,6 @@ def test_one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
 
 @on_meshes
 def test_a_gathered_input_lives_no_longer_than_the_input(mesh: DeviceMesh) -> None:
-    """Though nobody calls backward."""
     plan = attention_plan(styles, gathering(styles))
     module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
     found = []
@@ -132,7 +131,6 @@ def test_a_gathered_input_lives_no_longer_than_the_input(mesh: DeviceMesh) -> No
 
 @on_meshes
 def test_what_is_gathered_again(mesh: DeviceMesh) -> None:
-    """Another linear takes nothing from before a backward, without gradients, of old rows, of outside."""
     torch.manual_seed(0)
     plan = {name: styles.ColwiseParallel(input_layouts=Shard(1)) for name in "01"}
     pair = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER))
@@ -162,7 +160,7 @@ def test_what_is_gathered_again(mesh: DeviceMesh) -> None:
         (first(x) * checkpoint(second, x, use_reentrant=False)).sum().backward()
         assert (
             gathers.call_count == 11
-        )  # what is outside of a region is not there when it runs again
+        )  # values outside of a region do not exist when it runs again
     leaves = []
     for _ in range(2):  # that require a gradient, and have no backward
         x = sequence(1)().requires_grad_()
@@ -184,10 +182,8 @@ class Doubled(torch.autograd.Function):
 
 @on_meshes
 def test_a_prepared_input_that_others_read(mesh: DeviceMesh) -> None:
-    """An op that is no linear sees what torch's style gives it, and explain says what it was."""
-
     def local(x: DTensor) -> torch.Tensor:
-        """Its first rows; each rank's loss has a gradient of its own for them."""
+        """Return its first rows; each rank's loss has another gradient for them."""
         return x.to_local(grad_placements=[Partial()])[:, :SEQUENCE].mean()
 
     def check(reads: Callable[[Any], Any], name: str) -> None:
@@ -215,7 +211,7 @@ def test_a_prepared_input_that_others_read(mesh: DeviceMesh) -> None:
 
 
 class Pair(nn.Module):
-    """q and k; ``before`` and ``between`` are what the module does with their input."""
+    """q and k; ``before`` and ``between`` are the module's uses of their input."""
 
     def __init__(self, before: Callable[[Any], Any], between: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -237,8 +233,6 @@ def pair_plan(kind: Any) -> dict[str, Any]:
 
 @on_meshes
 def test_a_prepared_input_that_changes_in_place(mesh: DeviceMesh) -> None:
-    """Readers behind a change of a prepared input see it, in whichever mode it was made."""
-
     def unseen(x: DTensor) -> None:
         with torch.no_grad():
             x.mul_(2)
@@ -265,7 +259,6 @@ def test_a_prepared_input_that_changes_in_place(mesh: DeviceMesh) -> None:
 
 @on_meshes
 def test_hooks_on_a_prepared_input(mesh: DeviceMesh) -> None:
-    """A hook on a prepared input sees, and may change, the gradient of all its readers."""
     seen: list[torch.Tensor] = []
 
     def double(grad: DTensor) -> DTensor:
@@ -295,7 +288,6 @@ def test_hooks_on_a_prepared_input(mesh: DeviceMesh) -> None:
 
 @on_meshes
 def test_prepared_in_torchs_way(mesh: DeviceMesh) -> None:
-    """Where a PrepareModuleInput leaves no gather to linears, explain says why."""
     column = styles.ColwiseParallel()
     for prepare, linears, reason in (
         (gathering(styles, use_local_output=True), {"attention.wq": column}, "gets no DTensor"),

@@ -69,8 +69,6 @@ def test_feed_forward(mesh: DeviceMesh, dim: int, bias: bool, scattered: bool, l
 
 @on_meshes
 def test_other_output_layouts(mesh: DeviceMesh) -> None:
-    """The product is fused, and goes on as a DTensor does."""
-
     def plan(kind: Any) -> dict[str, Any]:
         return {"0": kind.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
 
@@ -80,7 +78,7 @@ def test_other_output_layouts(mesh: DeviceMesh) -> None:
 
 @on_meshes
 def test_dtensor_inputs(mesh: DeviceMesh) -> None:
-    """What a DTensor says of itself counts, not input_layouts."""
+    """The placement of a DTensor counts, not ``input_layouts``."""
 
     def plan(kind: Any) -> dict[str, Any]:
         return {"": kind.ColwiseParallel(input_layouts=Shard(1))}
@@ -183,7 +181,6 @@ def test_autocast(mesh: DeviceMesh) -> None:
 
 @on_meshes
 def test_steps_of_an_optimizer(mesh: DeviceMesh) -> None:
-    """And what is left of the model afterwards."""
     found = []
     for kind in (torch_styles, styles):
         module = feed_forward(mesh, kind)
@@ -204,7 +201,6 @@ def test_steps_of_an_optimizer(mesh: DeviceMesh) -> None:
 )
 @on_meshes
 def test_other_forms_of_a_module(mesh: DeviceMesh, forms: list[str]) -> None:
-    """A copy, under activation checkpointing, and compiled as one graph."""
     x, found = sequence(1)(), []
     for kind, form in ((torch_styles, "module"), *((styles, form) for form in forms)):
         module = feed_forward(mesh, kind)

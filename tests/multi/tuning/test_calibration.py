@@ -28,7 +28,7 @@ ROWS, INNER, COLUMNS = 64, 64, 8
 
 
 def measurement(latency_us: float, mesh: tuple[int, ...] = (2,)) -> MeasuredMesh:
-    """Every op takes about so long, whatever its size."""
+    """Every op takes about this long at every size."""
     line = (LinkProtocol(0, latency_us, 1000.0),)
     links = [Link(dim, ranks, op, line) for dim, ranks in enumerate(mesh) for op in calibration.OPS]
     return MeasuredMesh(calibration.OWN, mesh, "2026-11-22", "2.13", "0.1.0", "shm", tuple(links))
@@ -36,7 +36,7 @@ def measurement(latency_us: float, mesh: tuple[int, ...] = (2,)) -> MeasuredMesh
 
 @contextmanager
 def reading(variable: str, file: pathlib.Path, about: str) -> Iterator[list[str]]:
-    """This rank reads ``file`` anew; the warnings meanwhile that have ``about`` in them, at the end."""
+    """Read ``file`` anew on this rank; return the warnings that contain ``about``."""
     texts = list[str]()
     with environment(**{variable: str(file)}), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -51,7 +51,7 @@ def reading(variable: str, file: pathlib.Path, about: str) -> Iterator[list[str]
 def reading_calibration(
     folder: pathlib.Path, latency: float | None
 ) -> AbstractContextManager[list[str]]:
-    """A calibration of this rank; None: there is none."""
+    """Read a calibration of this rank; None means that there is none."""
     file = folder / f"{interlace.get_rank()}.json"
     if latency is not None:
         calibration.add(measurement(latency), file)
@@ -73,7 +73,7 @@ WHERE_FILES_DIFFER = [((SLOW, FAST), "pipelined"), ((None, SLOW), "")]
 def test_slow_links_are_worth_hiding_and_rank_0_counts(
     tmp_path: pathlib.Path, latencies: tuple[float | None, ...], expected: str
 ) -> None:
-    """The same call, 16 KiB received: its algorithm is what the file of rank 0 says of the links."""
+    """The algorithm of the call follows the links in the file of rank 0."""
     rank = interlace.get_rank()
     with reading_calibration(tmp_path, latencies[rank]) as said:
         choice = chosen()
@@ -95,7 +95,7 @@ def test_slow_links_are_worth_hiding_and_rank_0_counts(
 
 @ranks(2)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control: each rank goes by its own file."""
+    """This is the negative control: each rank uses its own file."""
     rank, group = interlace.get_rank(), default_group()
     with reading_calibration(tmp_path, (SLOW, FAST)[rank]):
         own = tuning.own_gather(group.place)
@@ -124,7 +124,7 @@ def test_meshes_of_two_dimensions() -> None:
     request = CalibrationRequest((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
     times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
-    quiet = {key: [100.0 + key[2]] for key in request.cases}  # what was measured may be all noise
+    quiet = {key: [100.0 + key[2]] for key in request.cases}  # a measurement may be all noise
     found = measured(request, [quiet], "interlace", "shm")
     assert [(link.dim, link.ranks) for link in found.links] == [(0, 2)] * 4 + [(1, 2)] * 4
 
@@ -134,7 +134,7 @@ def print_nothing(done: int, total: int) -> None:
 
 
 def of_noise(times: list[Any]) -> Any:
-    """Raises what is said of noise until each case has six times."""
+    """Raise the error of noise until each case has six times."""
     if len(times[0]["case"]) < 6:
         raise NoisyTimesError("all_gather", 0, "none")
     return times
@@ -164,7 +164,6 @@ def test_what_stays_noise_is_refused_after_tries_and_time(tries: int, patience: 
 
 @thorough
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
-    """Its processes are the ranks."""
     file = tmp_path / "calibration.json"
     printed = under_torchrun(
         "torchrun --nproc-per-node 2 -m interlace calibrate --backend gloo",
@@ -174,7 +173,7 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
         "--cache",
         str(file),
     )
-    said = json.loads(printed)  # of rank 0 alone
+    said = json.loads(printed)  # from rank 0 alone
     assert said["backend"] == "gloo" and said["mesh"] == [2] and said["file"] == str(file)
     (read,) = calibration.read(file=file)
     assert read.backend == "gloo" and read.processes == "torchrun"

@@ -29,7 +29,7 @@ def cache_of(folder: pathlib.Path, rank: int) -> pathlib.Path:
 
 
 def reading_cache(folder: pathlib.Path, found: Found) -> AbstractContextManager[list[str]]:
-    """A tuning cache of this rank, with an algorithm and its programs."""
+    """Read a tuning cache of this rank, with an algorithm and its programs."""
     file = cache_of(folder, interlace.get_rank())
     if found:
         algorithm, programs = found
@@ -41,7 +41,7 @@ def reading_cache(folder: pathlib.Path, found: Found) -> AbstractContextManager[
 
 
 def chosen() -> tuple[str, int, int]:
-    """What this rank chooses, at the first call and later."""
+    """Return the choices of this rank at the first call and later."""
     first, again = [tuning.choose(default_group(), PROBLEM) for _ in range(2)]
     assert first == again
     return first.algorithm, first.configuration.chunks, first.configuration.programs
@@ -80,7 +80,7 @@ def test_rank_0_counts_and_the_op_is_right(tmp_path: pathlib.Path, caches: list[
 
 @ranks(WORLD)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control: ranks do not exchange what they have."""
+    """This is the negative control: ranks do not exchange their tables."""
     rank, group = interlace.get_rank(), default_group()
     with reading_cache(tmp_path, [("pipelined", 2), ("unfused", 4), None][rank]):
         tuning._groups[group] = tuning._Agreed(None, tuning.own_rows(group.place), asks=False)

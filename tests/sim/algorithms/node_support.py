@@ -17,7 +17,7 @@ TWO = (0, 0, 1, 1)
 
 
 def on_nodes(nodes: tuple[int, ...], put: str = "stores") -> Communicator:
-    """The group of all ranks again, as if they were on ``nodes``."""
+    """Return the group of all ranks as if they were on ``nodes``."""
     ranks = tuple(range(len(nodes)))
     place = default_group().place.subgroup(ranks, 99)
     return Communicator(separate_nodes(place, nodes, put), ranks)
@@ -82,7 +82,7 @@ OPS: dict[str, Callable[[Communicator, int], Started]] = {
 
 
 def check_in_flight(op: str, group: Communicator, calls: int) -> None:
-    """Calls in flight, so that workspaces come round again while some rank is far behind."""
+    """Workspaces come round again while some rank is far behind."""
     started = []
     for call in range(calls):
         started.append(OPS[op](group, call))

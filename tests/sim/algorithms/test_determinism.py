@@ -144,9 +144,8 @@ def test_ops_in_flight_do_not_meet(slow: int | None) -> None:
 
 
 def test_a_push_does_not_hit_what_a_third_rank_still_reads() -> None:
-    """Op 1 is pulled, op 3 pushes on the same channel, and op 2 does not hold anybody up.
-
-    Rank 1 may push into rank 2 only once rank 0, which is slow, has read what rank 2 had staged.
+    """Op 1 is pulled, and op 3 pushes on the same channel. Rank 1 may push into rank 2 only after slow
+    rank 0 has read the data of op 1.
     """
 
     def on_rank() -> None:

@@ -36,7 +36,7 @@ WORLDS = st.sampled_from([1, 2, 2, 3, 3, 4, 5, 7])
 
 @dataclass
 class Case:
-    """One call on all ranks. ``lengths`` are the shards' along ``dim``, or one for a scatter."""
+    """One call on all ranks. ``lengths`` are the shards' along ``dim``, or one length for a scatter."""
 
     world: int
     lengths: list[int]
@@ -275,7 +275,7 @@ def simple(world: int, **changes: Any) -> Case:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 13, 16, 8])
 def test_world_sizes(world: int) -> None:
-    """Of a scatter with fewer rows than ranks: the trailing ranks get nothing."""
+    """The scatter has fewer rows than ranks, so the last ranks get none."""
     check_gather(simple(world))
     check_reduce(simple(world, lengths=[max(1, world - 2)]), scatter=True)
     check_reduce(simple(world, lengths=[3]), scatter=False)
@@ -293,7 +293,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("what", WITHOUT)
 def test_lengths_of_zero(what: str, algorithm: str) -> None:
-    """Each has its own way through the code; sums of nothing are zero."""
     case = simple(2, algorithm=algorithm, **WITHOUT[what])
     check_gather(case)
     if len(case.columns) == 1:
@@ -312,7 +311,7 @@ def test_one_rank_without_inner_length(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", few(ALGORITHMS, "fused"))
 @ranks(3, place="sim")
 def test_a_rank_without_columns_still_sends(algorithm: Any) -> None:
-    """n may differ between ranks; one that computes nothing must send and must not fall behind."""
+    """A rank that computes nothing must still send."""
     rank = interlace.get_rank()
     for call in range(4):
         gathered, _ = interlace.all_gather_matmul(
@@ -328,9 +327,8 @@ def test_a_rank_without_columns_still_sends(algorithm: Any) -> None:
     ("chunks", "tiles"), [(1, {0: 6, 1: 6, 2: 15}), (3, {1: 3, 2: 24})], ids=["whole", "thirds"]
 )
 def test_copiers_that_have_sent_take_tiles(chunks: int, tiles: dict[int, int]) -> None:
-    """Of the last chunks, as many as there are copiers; not of the own shard, which is there at once.
-
-    Three ranks with three tiles each; programs 0 and 1 copy. Tile t of a shared chunk is program t % 3's.
+    """Three ranks have three tiles each, and programs 0 and 1 copy. Tiles of the rank's shard are excluded
+    because they need no copy.
     """
     taken: list[int] = []
     emit = kernels.emit_tile
@@ -351,7 +349,6 @@ def test_copiers_that_have_sent_take_tiles(chunks: int, tiles: dict[int, int]) -
 @pytest.mark.parametrize("descriptors", [True, False])
 @pytest.mark.parametrize("weight_layout", ["contiguous", "transposed"])
 def test_many_tiles(copiers: int, descriptors: bool, weight_layout: str) -> None:
-    """Shards, K and N of several tiles, aligned for descriptors, in several chunks."""
     blocks = {f"block_{axis}": 16 for axis in "mnk"}
     configuration = {**blocks, "copiers": copiers, "descriptors": descriptors, "chunks": 3}
     check_gather(
@@ -371,7 +368,6 @@ def test_many_tiles(copiers: int, descriptors: bool, weight_layout: str) -> None
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> None:
-    """Large and small arguments: 60 inner products of normal numbers."""
     case = simple(
         2,
         lengths=[20, 7],
@@ -389,7 +385,7 @@ def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> Non
 
 
 def stated(activation: str, x: float) -> float:
-    """The formula, of one number: torch's vectors have nan for gelu(inf) on some processors."""
+    """Return the formula for one number: torch's vectors give nan for gelu(inf) on some processors."""
     if activation == "relu":
         return x if x > 0 or math.isnan(x) else 0.0
     inside = {
@@ -404,7 +400,7 @@ def stated(activation: str, x: float) -> float:
 @pytest.mark.parametrize("extreme", [torch.inf, -torch.inf, torch.nan, 1e30, -1e30])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_extreme_numbers(activation: str, extreme: float) -> None:
-    """As the formula has it, infinities and nan included; of infinities torch's own may differ."""
+    """The formula's infinities and nan count; torch's result of infinities may differ."""
     x, weight = torch.eye(4), torch.eye(4)
     x[1, 1] = extreme
     z = (torch.cat([x, x]).double() @ weight.double()).flatten().tolist()

@@ -77,7 +77,7 @@ def on_rank(case: Case) -> Any:
 
 
 def received_rows(case: Case, rank: int) -> list[torch.Tensor]:
-    """By expert of the rank."""
+    """Return the rows by expert of the rank."""
     parts = [case.input(source).split(case.counts[source]) for source in range(case.world)]
     return [torch.cat([part[e] for part in parts]) for e in case.block(rank)]
 
@@ -164,7 +164,6 @@ LOPSIDED = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
 @pytest.mark.parametrize("routing", LOPSIDED)
 def test_lopsided_routing(routing: str, algorithm: str) -> None:
-    """Odd shapes, with tiles of 16 rows; one expert per rank, then all experts everywhere."""
     small = {"block_m": 16, "block_n": 16, "block_k": 16, "chunks": 3}
     for op, experts in ((EXCHANGE, 1), (GATHER, 4)):
         check(Case(op, experts, LOPSIDED[routing], 9, 17, BF16, algorithm, configuration=small))
@@ -172,7 +171,6 @@ def test_lopsided_routing(routing: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_rows_that_are_late(slow: int) -> None:
-    """A rank that falls behind is waited for, and its workspace not overwritten."""
     case = Case(EXCHANGE, 2, [[18, 1, 17, 3], [2, 20, 16, 5]], 8, 16)
     with starved(slow_rank(slow)), override(block_m=16, block_n=16, programs=2):
         results = interlace.run(lambda: [on_rank(case) for _ in range(3)], 2)
@@ -244,7 +242,7 @@ SIZES = st.lists(st.sampled_from([0, 0, 1, 2, 15, 16, 17, 40]), min_size=6, max_
 
 @given(st.lists(SIZES, min_size=3, max_size=3), st.booleans(), st.sampled_from([16, 32]))
 def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int) -> None:
-    """What is sent is what is expected: rows once each, every chunk a slot of its own."""
+    """Each row is sent once, is expected by its receiver, and every chunk has its own slot."""
     blocks = tuple((2 * r, 2 * r + 2) if exchange else (0, 6) for r in range(3))
     everyone = [Routes(r, tuple(map(tuple, counts)), blocks) for r in range(3)]
     for routes in everyone:

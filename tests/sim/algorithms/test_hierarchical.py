@@ -36,7 +36,7 @@ NODES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 def carried_out(
     nodes: list[int], lines: list[list[list[int]]], rows: int
 ) -> tuple[list[list[set[int]]], Counter[tuple[int, int, int]]]:
-    """Do all ranks' moves, each rank's line by line: what is where, and what went between nodes.
+    """Do all ranks' moves, line by line; return the elements of each rank, and the traffic between nodes.
 
     ``[rank][row]`` of the first are the input elements, ``rank * 10000 + row``, that have been there.
     """
@@ -69,7 +69,6 @@ def carried_out(
     nodes=NODES, rows=st.lists(st.integers(0, 9), min_size=7, max_size=7), chunk=st.integers(1, 4)
 )
 def test_gather_moves_bring_everything_once(nodes: list[int], rows: list[int], chunk: int) -> None:
-    """To every rank, without a wait that never ends, and over each link between nodes once."""
     rows = rows[: len(nodes)]
     ranks, total = range(len(nodes)), sum(rows)
     lines = [order.gather_moves(rank, nodes, rows, chunk)[0] for rank in ranks]
@@ -211,7 +210,7 @@ def test_fused_ops(algorithm: str, dtype: torch.dtype, put: str) -> None:
 
 @ranks(4, place="sim")
 def test_sums_round_once_and_are_the_same_everywhere() -> None:
-    """Partial sums of bfloat16 are fp32; a rank's part and everybody's copy of it have the same bits."""
+    """Partial sums of bfloat16 are in fp32; all copies of a part have equal bits."""
     group, inputs = (
         on_nodes(TWO, "stores"),
         [noise(r, 0, (4, 33), torch.bfloat16) for r in range(4)],
@@ -239,7 +238,7 @@ def test_memory_of_another_node_cannot_be_touched() -> None:
 
 
 def in_flight(op: str, nodes: tuple[int, ...] = TWO, put: str = "stores") -> Callable[[], None]:
-    """Four calls of an op in flight, so that workspaces and slots come round again."""
+    """Run four calls of an op in flight, so that workspaces and slots come round again."""
 
     def on_rank() -> None:
         group = on_nodes(nodes, put)

@@ -29,7 +29,7 @@ CONFIGURATION = Configuration(block_m=64, block_n=64, block_k=64, copy_rows=64, 
 
 
 class FakeCommunicator:
-    """Just enough of a communicator to let an algorithm lay out its workspace and launch."""
+    """A communicator that can only lay out a workspace and launch."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
         self.memory, self.rank, self.world_size = memory, rank, WORLD

@@ -26,17 +26,16 @@ LOW = {"algorithm": "low_latency"}
 
 
 def small_words(words: int = 8) -> Any:
-    """Programs of few words, so that a few numbers make several."""
+    """Give programs few words, so that a few numbers need several programs."""
     return mock.patch.object(low_latency, "BLOCK_WORDS", words)
 
 
 def compiled(launch: KernelLaunch) -> None:
-    """Let a kernel run as on a GPU: each thread sends and looks for its own word."""
+    """Run a kernel as a GPU does: each thread sends and polls its own word."""
     launch.arguments["COMPILED"] = True
 
 
 def check_three(dtype: torch.dtype, count: int) -> None:
-    """Three ops of one size, one after another."""
     rank, world = interlace.get_rank(), interlace.get_world_size()
     gathered = poison(torch.zeros(world * count, dtype=dtype))
     interlace.all_gather(gathered, payload(rank, 1, (count,), dtype), **LOW)
@@ -58,7 +57,6 @@ def check_three(dtype: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 7, 33])
 @pytest.mark.parametrize("dtype", ANY, ids=str)
 def test_lengths_that_are_no_words(dtype: torch.dtype, count: int) -> None:
-    """From one byte on; shards of a gather that begin anywhere."""
     with poisoned(), small_words():
         interlace.run(check_three, 3, dtype, count, seed=count)
 
@@ -74,7 +72,7 @@ def test_worlds(world: int) -> None:
 
 @pytest.mark.parametrize("dtype", [U8, F16, F32], ids=str)
 def test_the_instructions_of_a_gpu(dtype: torch.dtype) -> None:
-    """The asm text that is compiled, run by the emulator, also when words are late."""
+    """The emulator runs the asm text that is compiled, also with late words."""
     for slow in range(2):
         with poisoned(), small_words(), launches(compiled), starved(slow_rank(slow)):
             interlace.run(check_three, 2, dtype, 35, seed=slow)
@@ -98,7 +96,7 @@ def test_memory_that_begins_anywhere() -> None:
 
 
 def set_epochs(finished: int) -> None:
-    """As if every program had ended so many ops; collective."""
+    """Set the number of finished ops of every program; collective."""
     group = default_group()
     group.barrier()
     words = group.arena.words
@@ -112,7 +110,7 @@ WRAPS = [(1 << 32) - 3, (1 << 31) - 3, (1 << 33) - 3]
 
 @pytest.mark.parametrize("finished", WRAPS)
 def test_flags_come_round(finished: int) -> None:
-    """The lower half of an epoch goes through 0, and through what is a negative number."""
+    """The lower half of an epoch passes 0 and negative numbers."""
 
     def on_rank() -> None:
         world = interlace.get_world_size()
@@ -130,9 +128,8 @@ def test_flags_come_round(finished: int) -> None:
 
 
 def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
-    """A long message in epoch 1, short ones until the flag is 1 again, then a long one.
-
-    By threads, because words that are sent at once come at once.
+    """A long message comes in epoch 1, then short ones until the flag is 1 again, then a long one. It runs
+    on threads so that words arrive one by one.
     """
 
     def on_rank() -> None:
@@ -150,7 +147,7 @@ def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
 
 
 def test_data_that_looks_like_flags() -> None:
-    """Words of the next, the last and the present epoch in either half of an int64."""
+    """The data has the next, last and present epoch in either half of an int64."""
 
     def on_rank() -> None:
         rank, world = interlace.get_rank(), interlace.get_world_size()
@@ -167,7 +164,7 @@ def test_data_that_looks_like_flags() -> None:
 
 @pytest.mark.parametrize("slow", range(3))
 def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
-    """Programs that missed ops; buffers that are outgrown while ops are on their way through them."""
+    """Programs have missed ops, and buffers grow while ops are in flight."""
     counts = [3, 40, 5, 100, 3, 41, 100]
 
     def on_rank() -> None:
@@ -187,7 +184,9 @@ def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather", "all_reduce", "broadcast"])
 def test_after_giving_up_nothing_is_stored(op: str) -> None:
-    """The op after an answered one may send; it gives up, leaves the output, and the next sends nothing."""
+    """The op after an answered op may send; then it times out, leaves the output unchanged, and the next
+    op sends nothing.
+    """
     made: list[tuple[KernelLaunch, Any]] = []
     output = torch.zeros(8)
 
@@ -228,7 +227,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
     assert epochs.tolist() == [-2] * programs
 
 
-# -- who is chosen ---------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def test_small_messages_go_this_way_by_themselves() -> None:

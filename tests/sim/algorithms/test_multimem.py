@@ -72,7 +72,7 @@ def small_blocks(switch: bool) -> Iterator[None]:
 def test_all_gather(
     switch: bool, world: int, dtype: torch.dtype, lengths: list[int], in_place: bool
 ) -> None:
-    """Shards of any lengths, of which the last vectors are not whole."""
+    """The last vectors of these shards are not whole."""
 
     def on_rank() -> None:
         rank = interlace.get_rank()
@@ -145,7 +145,7 @@ def test_unaligned_memory_is_copied() -> None:
 
 @SWITCH
 def test_copiers_of_the_fused_gather(switch: bool) -> None:
-    """Rows of 32 bytes: 16-byte vectors."""
+    """Rows of 32 bytes allow vectors of 16 bytes."""
     shards = [payload(rank, 1, (20, 8)) for rank in range(3)]
 
     def on_rank() -> None:
@@ -158,7 +158,7 @@ def test_copiers_of_the_fused_gather(switch: bool) -> None:
         interlace.run(on_rank, 3)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @ranks(2, place="sim")
@@ -232,7 +232,7 @@ def everywhere(asm: str, memories: list[torch.Tensor]) -> Any:
 
 
 def test_a_load_sums_and_rounds_once() -> None:
-    big, small = 256.0, 0.6  # of bf16, whose neighbour of 256 is 258
+    big, small = 256.0, 0.6  # in bf16 the neighbour of 256 is 258
     memories = [torch.tensor([value, 1.0], dtype=BF16) for value in (big, small, small)]
     asm = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.bf16x2 $0, [m];"
     bits = everywhere(asm, memories)

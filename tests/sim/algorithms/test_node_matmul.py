@@ -35,7 +35,7 @@ def fused(group: Any, *operands: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("of", [TWO, THREE_TWO, TWO_THREE, TWO_FOUR, (0, 1, 0, 0, 1)], ids=str)
 def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
-    """What a rank sends somewhere is what is expected there; other nodes' tiles come first."""
+    """Each sent tile is expected by its receiver; tiles of other nodes come first."""
     nodes, ranks = Nodes(of, "stores"), range(len(of))
     segments = [(17 * rank, 17 if rank else 40) for rank in ranks]
     tables = [tables_of(rank, nodes, segments, 16, 2) for rank in ranks]
@@ -80,7 +80,6 @@ def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_results(of: tuple[int, ...], put: str, dtype: torch.dtype) -> None:
-    """Uneven last tiles in both directions, parts of two tile rows and none, and what comes after sums."""
     world, ranks = len(of), range(len(of))
 
     def on_rank() -> None:
@@ -125,7 +124,7 @@ def test_torch_matmuls_between_nodes_activate_too() -> None:
 
 
 def test_scaled_operands() -> None:
-    """fp8, with a scale per row and column: products are scaled before they travel."""
+    """Products are scaled before they are sent, by a scale per row and column."""
 
     def on_rank() -> None:
         group = on_nodes(TWO)
@@ -153,7 +152,7 @@ def test_scaled_operands() -> None:
 
 @thorough
 def test_bits_do_not_depend_on_timing() -> None:
-    """Sums by nodes, within a node by ranks."""
+    """Sums are by nodes, and within a node by ranks."""
     inputs = [noise(rank, 0, (4 * 17, 1)) for rank in range(4)]
     weights = [noise(rank, 1, (1, 24)) for rank in range(4)]
     parts = [x * w for x, w in zip(inputs, weights, strict=True)]

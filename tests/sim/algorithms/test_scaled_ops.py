@@ -1,6 +1,6 @@
 """The fused ops on fp8 operands with scales, by kernels and by torch, against float64.
 
-fp8 numbers have few bits, so their products are exact in fp32, and the bound is that of a matmul of the
+fp8 numbers have few bits, so their products are exact in fp32. The bound is the bound of a matmul of the
 scaled operands: each scale is one more rounding.
 """
 
@@ -30,12 +30,12 @@ def numbers(rank: int, call: int, *shape: int, dtype: torch.dtype = E4M3) -> tor
 
 
 def weight_of(call: int, k: int = K, n: int = N, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """(k, n), contiguous along k, as torch asks for."""
+    """Return a weight of (k, n) that is contiguous along k, as torch requires."""
     return numbers(7, call, n, k, dtype=dtype).t()
 
 
 def scale_of(kind: str, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """One number, equal on all ranks, or one per row or column."""
+    """Return one number, equal on all ranks, or one per row or column."""
     if kind == "tensor":
         return torch.tensor(0.37)
     return noise(rank, 50, shape).abs() + 0.1
@@ -44,7 +44,7 @@ def scale_of(kind: str, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 def check(
     actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor, *roundings: torch.dtype
 ) -> None:
-    """``roundings``: to which dtypes it was rounded on the way, the last first."""
+    """``roundings``: the dtypes of roundings on the way, the last first."""
     for dtype in roundings:
         error = reference.rounded(error, expected, dtype)
     assert reference.worst_ratio(actual, expected, error) <= 1
@@ -73,7 +73,6 @@ def test_all_gather(
     rows: int,
     algorithm: Any,
 ) -> None:
-    """Rows of 2 chunks; the scales of the rows come with them. By descriptors where k allows it."""
     k, layout = (K, "transposed") if copiers else (48, "contiguous")
     shards = [laid_out(numbers(rank, 1, rows, k, dtype=dtypes[0]), layout) for rank in range(world)]
     row_scales = [scale_of(kinds[0], rank, (rows, 1)) for rank in range(world)]
@@ -102,9 +101,8 @@ def test_all_gather(
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
 def test_reduce_scatter(kinds: tuple[str, str], dim: int, reduce_op: str, algorithm: Any) -> None:
-    """Products are scaled by each rank's own scales and rounded before they travel.
-
-    What torch scales is rounded before that, too, so its results are of fp32.
+    """Each rank scales and rounds its products before they are sent. The reference is in fp32 because
+    torch rounds before it scales.
     """
     world, lengths, dtype = 2, (4, 6), BF16 if algorithm == "fused" else F32
     inputs = [numbers(rank, 1, *lengths, K) for rank in range(world)]
@@ -137,7 +135,7 @@ def test_reduce_scatter(kinds: tuple[str, str], dim: int, reduce_op: str, algori
 
 @ALGORITHMS
 def test_several_weights_share_the_gather(algorithm: Any) -> None:
-    """One with a scale per column, one with one number: both are taken per column then."""
+    """One weight has a scale per column, the other has one number."""
     weights = [weight_of(1, n=16), weight_of(2, n=8, dtype=E5M2)]
     scales = [scale_of("row", 1, (1, 16)), torch.tensor(2.0)]
 
@@ -157,7 +155,7 @@ def test_several_weights_share_the_gather(algorithm: Any) -> None:
 
 
 def test_auto_is_the_kernel_where_it_can_be() -> None:
-    """A weight that is contiguous along n is torch's, on every rank if it is on one."""
+    """All ranks use torch if the weight of one rank is contiguous along n."""
     column_major, half = weight_of(1, 16, 16), torch.tensor(0.5)
 
     def on_rank(rowwise_on: int) -> torch.Tensor:
@@ -215,7 +213,7 @@ def test_one_row_or_column_has_no_stride_that_matters(
     k: int, n: int, strides: tuple[int, int]
 ) -> None:
     if (k > 1 and strides[0] > 1) or (n > 1 and strides[1] > 1):
-        strides = strides[::-1]  # the odd one is that of the dimension of one element
+        strides = strides[::-1]  # a dimension of one element has the odd stride
     weight = torch.empty_strided((k, n), strides, dtype=E4M3).copy_(weight_of(2, k, n))
     scale = scale_of("row", 9, (1, n))
     world, lengths = 2, (4, 6)

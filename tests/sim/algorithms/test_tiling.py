@@ -58,7 +58,7 @@ def test_arrivals_are_all_chunks_own_first(counts: list[int], data: st.DataObjec
 
 @given(WORLDS, st.integers(1, 4))
 def test_arrivals_follow_the_sends(world: int, chunks: int) -> None:
-    """Where all ranks send in step, what a rank takes next is what has arrived next."""
+    """If all ranks send in step, a rank takes chunks in the order of their arrival."""
     orders = [tiling.send_order(rank, world, chunks) for rank in range(world)]
     for rank in range(world):
         arrived = [
@@ -82,7 +82,6 @@ def test_owners_are_all_ranks_own_last(world: int) -> None:
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 9))
 def test_programs_share_tiles(tiles: list[int], programs: int) -> None:
-    """Every tile of every segment is taken by exactly one program."""
     starts = tiling.prefix_sums(tiles)
     taken = [
         number
@@ -109,7 +108,7 @@ def test_grouped_tiles_are_a_permutation(tiles_m: int, tiles_n: int, group: int)
 def test_lines_of_chunks_cover_all_rows_and_number_all_tiles(
     rows: list[int], chunks: int, data: st.DataObject
 ) -> None:
-    """The own shard first, as one chunk: between its tiles nobody waits."""
+    """The rank's shard is first, as one chunk, because its tiles wait for nothing."""
     world, block_m, tiles_n = len(rows), 8, 3
     rank = data.draw(st.integers(0, world - 1))
     size = launch_formulas.chunk_rows(rows, block_m, chunks)

@@ -54,7 +54,7 @@ class Case(SimpleNamespace):
 
 
 def gathers(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: int = 2) -> bool:
-    """Whether all programs together give what torch gives."""
+    """Return whether all programs together compute torch's result."""
     case = Case(seed, layout, parts)
     size = formulas.chunk_rows(ROWS, BLOCK_M, 2)
     lines = formulas.chunk_lines(RANK, 3, ROWS, size, BLOCK_M, TILES_N)
@@ -93,7 +93,7 @@ def gathers(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: 
 
 
 class Owners:
-    """The owners' regions and slots. ``lost`` gives no credit: waits for it are given up."""
+    """The owners' regions and slots. ``lost`` gives no credit, so that waits for it time out."""
 
     def __init__(self, wanted: torch.Tensor, lost: int | None) -> None:
         self.wanted, self.lost = wanted.split(ROWS), lost
@@ -101,7 +101,7 @@ class Owners:
         self.published: list[tuple[int, int, bool]] = []
 
     def known(self, program: Program) -> dict[str, Any]:
-        """What stands for functions of ``signal.py`` and ``transfer.py`` in a program."""
+        """Return replacements for functions of ``signal.py`` and ``transfer.py`` in a program."""
         credits: set[int] = set()
         before = [region.clone() for region in self.regions]
 
@@ -135,7 +135,7 @@ class Owners:
             self.publish(owner, number)
 
     def publish(self, owner: int, number: int) -> None:
-        """The owner may read the tile from now on."""
+        """From now on the owner may read the tile."""
         tiles_m = formulas.ceil_div(ROWS[owner], BLOCK_M)
         source, tile = divmod(number, tiles_m * TILES_N)
         m, n = grouped_tile.fn(tile, tiles_m, TILES_N, 2)
@@ -144,7 +144,7 @@ class Owners:
         self.published.append((owner, number, arrived))
 
     def right(self) -> bool:
-        """Whether everything has come where it belongs, nothing else, and was published then."""
+        """Return whether every tile is at its place, was published before, and nothing else has come."""
         slots, places = [], []
         for owner, region in enumerate(self.regions):
             tiles = formulas.tiles_of([ROWS[owner]], BLOCK_M, TILES_N)
@@ -159,7 +159,7 @@ class Owners:
 
 
 def scattered(text: str, seed: int, layout: str = "kn", parts: int = 2, programs: int = 2) -> bool:
-    """Whether owners get what torch gives; every other time one of them gives no credit."""
+    """Return whether owners get torch's result; in every other call one of them gives no credit."""
     case = Case(seed, layout, parts)
     owners = Owners(case.wanted, (None, 2)[seed % 2])
     segments = formulas.segments_of(ROWS)
@@ -244,9 +244,9 @@ def test_a_fault_is_found(op: str, name: str, pattern: str, new: str) -> None:
 
 
 def launch(operands: MatmulVariant, dtype: Any = None, **overrides: int) -> KernelLaunch:
-    """What all-gather + matmul launches on sm_90 with these values of the configuration.
+    """Return the launch of all-gather + matmul on sm_90 with these values of the configuration.
 
-    ``dtype``: of the output, where that is not the operands'.
+    ``dtype``: of the output, if it is not the operands'.
     """
     operands = replace(operands, overrides={**BY_ENGINE, **overrides})
     input, linear = operands.tensors(operands.rows)
@@ -290,7 +290,7 @@ def test_products_and_sums_are_launched_with_the_same_arguments() -> None:
     own = {
         "extents": Extents(4096, RANKS * 4096, RANKS * 32 * 16),
         "STAGES": 3,
-        # of the sum, not of what is added
+        # tiles of the sum, not of its terms
         "TILES": known["TILES"]._replace(BIAS="", ACTIVATION=""),
     }
     for made, more in (products, own), (sums, {}):
@@ -363,7 +363,7 @@ UNWAITED = replace(
 
 @pytest.mark.parametrize("mutant", [ALONE, UNWAITED], ids=lambda mutant: mutant.name)
 def test_sums_may_be_a_kernel_of_their_own(mutant: Mutant, tmp_path: pathlib.Path) -> None:
-    """Behind the reference without its sums, in place of the kernel that simulated ranks cannot run."""
+    """The sums follow the reference kernel, because simulated ranks cannot run the specialized kernel."""
 
     def on_rank() -> None:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()

@@ -9,19 +9,18 @@ import interlace
 
 
 class ByRank(NamedTuple):
-    """An argument that the two ranks of a call give each their own value."""
+    """An argument with a value for each of the two ranks."""
 
     first: Any
     second: Any
 
 
 def both(value: Any) -> ByRank:
-    """An argument that is the same on both ranks."""
     return ByRank(value, value)
 
 
 def changed(right: dict[str, Any], changes: dict[str, Any], wrong_rank: int = 1) -> dict[str, Any]:
-    """The arguments of this rank: those that are right, but for the changes of ``wrong_rank``."""
+    """Return the right arguments with the changes of ``wrong_rank``."""
     rank, arguments = interlace.get_rank(), dict(right)
     for name, value in changes.items():
         if isinstance(value, ByRank):

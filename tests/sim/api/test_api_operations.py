@@ -29,7 +29,6 @@ def _on_others(name: str) -> None:
     "name", few(MOVING, "broadcast", "gather_v", "scatter", "all_to_all_v", "isend")
 )
 def test_every_dtype_is_moved(name: str) -> None:
-    """All dtypes on 3 ranks, a few on other numbers of ranks."""
     assert min(interlace.run(api_cases.serve, 3, name, support_table.MOVED_DTYPES, False)) > 20
     _on_others(name)
 
@@ -90,7 +89,6 @@ def test_what_is_lazily_conjugated_or_negated_is_moved_as_it_reads() -> None:
 
 @pytest.mark.parametrize("name", few(REDUCING, *OTHERS))
 def test_every_op_reduces_every_dtype(name: str) -> None:
-    """All dtypes on 3 ranks; the coalesced forms are made of the others."""
     dtypes = FEW if name.endswith("coalesced") else support_table.REDUCED_DTYPES
     assert min(interlace.run(api_cases.serve, 3, name, dtypes, False)) >= (
         18 if dtypes is FEW else 100
@@ -99,7 +97,6 @@ def test_every_op_reduces_every_dtype(name: str) -> None:
 
 
 def test_every_function_is_in_the_table() -> None:
-    """And the other way round: what the table lists is public."""
     listed = {each.name for each in support_table.OPERATIONS}
     aliases = {
         "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "reduce_scatter_tensor",
@@ -114,5 +111,5 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("table", [support_table.operation_table, support_table.reduce_table])
 def test_the_document_has_the_tables(table: object) -> None:
-    """After a change: python tests/cases/support_table.py, and paste."""
+    """After a change run python tests/cases/support_table.py and paste its output."""
     assert callable(table) and table() in DOCUMENT.read_text()

@@ -15,7 +15,7 @@ LENGTH = 4
 
 
 class Array:
-    """An array that can do nothing but say where its memory is."""
+    """An array that has only DLPack's two methods."""
 
     def __init__(self, data: Any) -> None:
         self.data = np.array(data, dtype=np.float32)
@@ -126,7 +126,7 @@ MATMULS: dict[str, Callable[[Make], Any]] = {
 
 
 def called(name: str, make: Make) -> Any:
-    """What the op gives, or leaves in its output."""
+    """Return the result of the op, or its output."""
     if name in MATMULS:
         return values(MATMULS[name](make))
     if name in IN_PLACE:
@@ -170,7 +170,7 @@ def test_what_may_not_be_written_is_refused() -> None:
 
 
 class OfGpu(Array):
-    """An array that says what CuPy's does."""
+    """An array with CuPy's attribute."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class OfGpu(Array):
 @pytest.mark.parametrize("order", [np.s_[::-1], np.s_[:, ::-1], np.s_[::-2, ::-1]])
 @ranks(2, place="sim")
 def test_negative_strides_are_refused(order: Any, kind: str) -> None:
-    """torch ends the process at such an array, so this ends in an error or not at all."""
+    """torch ends the process at such an array."""
     backwards: Any = numbers(4, 2)[order]
     if kind == "gpu":
         holder = OfGpu(0)

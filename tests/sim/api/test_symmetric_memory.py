@@ -1,6 +1,6 @@
 """Symmetric memory for user code in ``sim``: torch's names, weak memory, deadlocks, ends.
 
-What ranks do in ``shm`` too is in ``multi/symmetric_memory/test_symmetric_memory.py``.
+``multi/symmetric_memory/test_symmetric_memory.py`` has the tests that also run in ``shm``.
 """
 
 import functools
@@ -50,7 +50,7 @@ def test_all_names_of_torchs_handle_are_there() -> None:
 
 
 def test_without_the_second_barrier_data_is_overwritten() -> None:
-    """The control of the tests above: they do see a buffer that is written too early."""
+    """The tests above do see a buffer that is written too early."""
     barrier = SymmetricMemory.barrier
 
     def only_first(self: SymmetricMemory, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -64,7 +64,6 @@ def test_without_the_second_barrier_data_is_overwritten() -> None:
 
 @triton.jit
 def send_kernel(buffer_ptrs, pad_ptrs, rank, world_size, peer, value, ORDERED: tl.constexpr):
-    """Data and then the flag, from one program."""
     table = buffer_ptrs.to(tl.pointer_type(tl.uint64))
     peer_ptr = tl.load(table + peer).to(tl.pointer_type(tl.float32))
     tl.store(peer_ptr + tl.arange(0, 16), tl.zeros((16,), tl.float32) + value)
@@ -105,7 +104,7 @@ def test_signals_carry_data_on_weakly_ordered_memory() -> None:
 
 
 def test_unordered_signals_do_not_carry_data() -> None:
-    """The control of the test above."""
+    """This is the negative control of the test above."""
     with pytest.raises(AssertionError):
         for seed in range(12):
             with_store_buffers(seed, False)
@@ -210,7 +209,7 @@ def test_place_cuda_points_at_torch() -> None:
 
 
 def test_memory_is_given_back_within_the_run() -> None:
-    gc.collect()  # what errors of earlier tests keep
+    gc.collect()  # memory that errors of earlier tests keep
     known = len(symmetric_tensors._allocations)
     alive: list[weakref.ref[Any]] = []
 
@@ -234,7 +233,7 @@ def test_memory_is_given_back_within_the_run() -> None:
 
 @pytest.mark.parametrize("name", ["one_shot_all_reduce", "two_shot_all_reduce_"])
 def test_ops_of_torch_take_turns(name: str) -> None:
-    """As ops they wait within pybind11, and a rank that goes on there ends the process."""
+    """These ops wait within pybind11; an exception or a switch of ranks there ends the process."""
 
     def on_rank() -> list[float]:
         tensor = symmetric_memory.empty(8).fill_(interlace.get_rank() + 1.0)
@@ -249,7 +248,6 @@ def test_ops_of_torch_take_turns(name: str) -> None:
 
 
 def test_torchs_compiler_looks_through_the_ops_that_were_used() -> None:
-    """Also while ranks are simulated, where functions stand for these."""
     op = torch.ops.symm_mem.one_shot_all_reduce
     # torch has the second as of 2.13
     asked = [name for name in ("overloads", "op_overloads") if hasattr(type(op), name)]

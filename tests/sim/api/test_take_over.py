@@ -1,4 +1,4 @@
-"""torch's fused ops, taken over: interlace's kernels are those of GPUs, and do their work on the fake one.
+"""torch's fused ops, taken over: interlace's kernels for GPUs run on the fake one.
 
 Tensors are the CPU's, so each op is called with the dispatch key of GPUs.
 """
@@ -34,7 +34,7 @@ def taken_over() -> Iterator[None]:
 
 
 def whose(device: str) -> set[str]:
-    """Those of the six ops whose kernel on ``device`` is interlace's."""
+    """Return the ops of the six whose kernel on ``device`` is interlace's."""
     found = set()
     for name in TAKEN_OVER:
         lines = torch._C._dispatch_dump(f"symm_mem::{name}").splitlines()
@@ -57,7 +57,6 @@ def test_who_serves_which_device() -> None:
 
 
 def test_the_ops_are_named_as_others_of_torch() -> None:
-    """In code that Inductor writes."""
     op, other = getattr(torch.ops.symm_mem, TAKEN_OVER[0]), torch.ops.aten.mm
     for one, like in ((op, other), (op.default, other.default)):
         assert one.__module__ == like.__module__.replace("aten", "symm_mem")
@@ -77,7 +76,7 @@ def on_gpu(name: str, *args: Any, **options: Any) -> Any:
 
 
 def ops() -> dict[str, list[list[float]]]:
-    """What each op gives on a rank, of matrices in which every row is one number again and again."""
+    """Return the result of each op on a rank, for matrices whose rows repeat one number."""
     rank, half = interlace.get_rank(), torch.tensor(0.5)
     x, w, w2 = torch.full((4, 16), rank + 1.0), torch.ones(16, 2), torch.full((16, 3), 2.0)
     fp8, fp8_w = x.to(FP8), torch.ones(16, 16).to(FP8).t()
@@ -112,7 +111,7 @@ def test_the_ops_on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, FakeGpu(eager=0.0))
 
     def finish(started: Started) -> Any:
-        """What follows within an op is torch's, which here does not wait for the stream."""
+        """The next ops are torch's, which do not wait for the stream here."""
         outputs = pending.finish(started)
         gpu.synchronize(gpu.current)
         return outputs

@@ -66,7 +66,7 @@ def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm:
 
 @pytest.mark.parametrize(("method", "algorithm"), few(WAYS, *KEPT))
 def test_values_of_another_head_size(method: str, algorithm: str) -> None:
-    """Larger keys, as in DeepSeek's latent attention, and larger values."""
+    """DeepSeek's latent attention has larger keys than values."""
     with poisoned():
         for case in (LATENT, LARGER):
             check(case, method, algorithm)
@@ -97,7 +97,7 @@ FIRST = ("causal", "ring"), ("causal", "ulysses"), *((name, "all_gather") for na
 
 @pytest.mark.parametrize(("name", "method"), few(TILED, *FIRST))
 def test_tiles_that_all_rows_see_whole(name: str, method: str) -> None:
-    """They take no masks; heads of 20 come by pointers, those of 16 by descriptors."""
+    """Such tiles have no masks. Heads of 20 use pointers, and heads of 16 use descriptors."""
     with poisoned():
         check(SOME_WHOLE[name], method, "fused")
 
@@ -120,11 +120,10 @@ _SETS = "sets = tl.cdiv(sums.rows, TILES.BLOCK_M * _SET)"
 def test_control_tiles_without_masks_that_want_some(
     name: str, old: str, new: str, wrong: tuple[str, ...], tmp_path: pathlib.Path
 ) -> None:
-    """And tiles that are left out."""
     file = f"kernels/attention/{'backward' if 'key' in wrong else 'tiles'}.py"
     mutant = mutant_of(file, f"too many whole, {name}", (old, new))
     case = SOME_WHOLE[name]
-    # Of a negative scale the scores are so far apart that weights relative to the least of them overflow.
+    # With a negative scale the scores are so far apart that weights relative to the least of them overflow.
     case = replace(case, heads=(1, 1), size=16, scale=case.scale and 20 * case.scale)
     with mutated(mutant, tmp_path):
         found = interlace.run(attend, len(case.lengths), case, "all_gather", "fused")
@@ -134,7 +133,7 @@ def test_control_tiles_without_masks_that_want_some(
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_scales_that_are_not_positive(scale: float) -> None:
-    """torch's own attention fills what is not seen with -inf before it scales."""
+    """torch's attention fills masked scores with -inf before it scales them."""
     case = AttentionCase((5, 0, 4), heads=(2, 1), size=8, batch=1, scale=scale)
     for method, algorithm in (
         ("all_gather", "pipelined"),
@@ -150,7 +149,7 @@ def test_one_rank_and_many_agree() -> None:
 
 
 def test_methods_and_schedules_have_the_same_bits() -> None:
-    """Partial results are merged in the order of the ranks, not in that of their arrival."""
+    """Partial results are merged in the order of ranks, not in the order of arrival."""
     case = AttentionCase((5, 16, 9), heads=(2, 2), batch=1)
     first = interlace.run(attend, 3, case, "all_gather", "fused", seed=0)
     again = [interlace.run(attend, 3, case, method, "fused", seed=5) for method in METHODS]
@@ -158,7 +157,7 @@ def test_methods_and_schedules_have_the_same_bits() -> None:
         again.append(interlace.run(attend, 3, case, "all_gather", "fused", seed=1))
     again.append(interlace.run(attend, 3, replace(case, copiers=0), "all_gather", "fused", seed=2))
     for number, found in enumerate(again):
-        # what queries give to keys a ring adds up as it goes round, "ulysses" for all queries at once
+        # a ring adds gradients of keys step by step, "ulysses" for all queries at once
         own = METHODS[number] in ("ring", "ulysses") if number < len(METHODS) else False
         for mine, other in zip(first, found, strict=True):
             assert all(map(torch.equal, mine[: 3 if own else 5], other))
@@ -217,7 +216,7 @@ def test_a_kernel_that_drops_such_weights_or_a_key_is_beyond_the_bound() -> None
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @ranks(3, place="sim")
 def test_gradients_of_the_logarithms(algorithm: Any) -> None:
-    """Both results are differentiable: numbers by autograd of the plain formula."""
+    """The reference is autograd of the plain formula; both results are differentiable."""
     query, key, value = (each.double().requires_grad_() for each in EVEN.tensors())
     heads = [each.transpose(1, 2) for each in (query, key, value)]
     score = heads[0] @ heads[1].repeat_interleave(2, 1).mT / 4
@@ -312,7 +311,7 @@ def ulysses(**options: Any) -> nn.UlyssesAttention:
 def test_a_layer_refuses_options_when_it_is_made(layer: Any, on: Callable[[Any], Any]) -> None:
     def made(**options: Any) -> None:
         layer(**options)
-        interlace.barrier()  # where a rank hears of another's refusal
+        interlace.barrier()  # here a rank gets the error of another's refusal
 
     wrong: list[tuple[str, Any, str]] = [
         ("layout", "thd", "layout must be one of bshd, sbhd, got 'thd'"),

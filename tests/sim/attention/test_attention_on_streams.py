@@ -1,8 +1,10 @@
-"""Attention on a stand-in for CUDA, in any order: keys by the copy engine, by copiers, around a ring."""
+"""Attention on a stand-in for CUDA, in any order; the ring of keys needs each of its waits."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -12,25 +14,28 @@ import torch.nn.functional as F
 
 import interlace
 from cases.attention_cases import METHODS, AttentionCase
+from interlace import nn
 from interlace.groups.groups import default_group
 from interlace.ops.attention import context_parallel, key_transport
 from interlace.ops.attention.context_parallel import AttentionArguments, AttentionBackwardArguments
 from interlace.ops.attention.problem import TokenShards
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.tuning.configuration import override
-from sim.attention.test_ring import changed
+from interlace.tools.targets import TARGETS
+from interlace.verify import races
 from sim.cuda.test_cuda_streams import RUNS, read
 from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from stand_ins.fake_driver import install
+from tiers import few, thorough
 
 CASE = AttentionCase((7, 4, 6), heads=(6, 3), value_size=24, batch=1)
-FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # of fewer none waits for room around a ring
+FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # with fewer ranks none waits for room around a ring
 COPY_ENGINE, COPIERS, RING = ("all_gather", 0), ("all_gather", 1), ("ring", 0)
 WAYS = COPY_ENGINE, COPIERS, RING, ("ulysses", 0)
 
 
 def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[[], bool]:
-    """Every way in flight in every round; values are others in each."""
+    """Run every way in flight in every round, with new values."""
 
     def on_rank() -> bool:
         places = (
@@ -62,7 +67,7 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
 
 
 def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], bool]:
-    """The gradients by every method, in flight at once; those of the output are others in each round."""
+    """Run the gradients of every method in flight, with new gradients of the output in each round."""
 
     def on_rank() -> bool:
         places = (
@@ -106,7 +111,7 @@ Gpus = Callable[[int], FakeGpu]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """By a seed the stand-in, which is installed; it does more or less of its work at once."""
+    """Install the stand-in of this seed, which runs more or less of its work at once."""
     return lambda seed: install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
 
 
@@ -176,3 +181,87 @@ def test_control_contributions_that_are_not_waited_for(fault: str, run: Any, gpu
     without = changed(key_transport, name, line, "pass")
     with mock.patch.dict(key_transport.BACK, {method: without}):
         assert not all(holds(run, gpus(seed), method, backward=True) for seed in range(8))
+
+
+RING_TARGET = TARGETS["attention"].variants["ring fused"]
+BACK = TARGETS["attention_backward"].variants["ring fused"]
+
+
+def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., Any]:
+    """Return a class of ``module`` with this line of its source replaced."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(source.replace(old, new), str(module.__file__), "exec"), names)
+    ring: Callable[..., Any] = names[name]
+    return ring
+
+
+@thorough
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(RING_TARGET, id="forward"), pytest.param(BACK, id="backward", marks=thorough)],
+)
+def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
+    report = races(target, 4, seeds=1)
+    assert report.clean, report
+
+
+def found(target: Callable[[], Any], world_size: int, kind: str = "") -> bool:
+    """Return whether some schedule has a race of this kind."""
+    for seed in range(6):
+        report = races(target, world_size, seeds=[seed])
+        if not report.clean:
+            return any(kind in str(finding) for finding in report.findings)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size"),
+    few([("self._taken + before)", 4), ("self._made + step)", 3)], ("self._made + step)", 3)),
+)
+def test_gradients_that_go_round_are_waited_for(line: str, world_size: int) -> None:
+    source = inspect.getsource(key_transport)
+    (wait,) = [each for each in source.splitlines() if "compute.wait(" in each and line in each]
+    mutant = changed(key_transport, "RingSums", wait, wait.split("compute")[0] + "pass")
+    with mock.patch.dict(key_transport.BACK, ring=mutant):
+        assert found(BACK, world_size)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "world_size"),
+    [
+        ("        copying.wait_credits(workspace)\n        for step", "read-write", 3),
+        (
+            "                    copying.wait(workspace, after, self._free + step - 1)",
+            "read-write",
+            4,
+        ),
+        pytest.param(
+            "                copying.wait(workspace, before, self._arrived + step)",
+            "write-read",
+            3,
+            marks=thorough,
+        ),
+    ],
+    ids=["credits", "room", "arrival"],
+)
+def test_without_one_of_its_waits_there_is_a_race(line: str, kind: str, world_size: int) -> None:
+    indent = line[: len(line) - len(line.lstrip())]
+    rest = "\n        for step" if "for step" in line else ""
+    mutant = changed(key_transport, "RingKeys", line, f"{indent}pass{rest}")
+    with mock.patch.dict(key_transport.WAYS, ring=mutant):
+        assert found(RING_TARGET, world_size, kind)
+
+
+def test_its_memory_does_not_grow_with_the_ranks() -> None:
+    def on_rank(method: str) -> int:
+        q = torch.zeros(1, 64, 2, 64, requires_grad=True)
+        how: Any = {"method": method, "algorithm": "pipelined"}
+        nn.functional.context_parallel_attention(q, q, q, **how).sum().backward()
+        return default_group().workspace_bytes
+
+    held = {
+        (m, w): max(interlace.run(on_rank, w, m)) for m in ("ring", "all_gather") for w in (3, 8)
+    }
+    assert held["ring", 8] == held["ring", 3] and held["all_gather", 8] > held["all_gather", 3]

@@ -23,7 +23,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 def cache(
     rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype, value_size: int | None = None
 ) -> list[torch.Tensor]:
-    """Keys and values; ``value_size``: of heads of values, None for that of keys."""
+    """Return keys and values; ``value_size``: size of value heads, None for the size of key heads."""
     sizes = size, size if value_size is None else value_size
     return [noise(rank, n, (2, tokens, heads, each), dtype) for n, each in enumerate(sizes, 1)]
 
@@ -38,9 +38,9 @@ def check_sequence(
     keys: Any,
     seen: torch.Tensor | None = None,
 ) -> None:
-    """Results of one sequence: ``query`` (new, heads, size), ``keys`` and values (tokens, heads, size).
+    """Compare one sequence: ``query`` (new, heads, size), ``keys`` and values (tokens, heads, size).
 
-    ``seen`` says which token sees which key, all by default.
+    ``seen`` has the keys of each token; by default each token sees all.
     """
     output, lse = (each.unsqueeze(0) for each in made)
     if not len(keys[0]):
@@ -102,7 +102,6 @@ def test_agrees_with_the_whole_cache(case: str, algorithm: Any) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @ranks(2, place="sim")
 def test_pages_and_guessed_tokens(algorithm: Any, dtype: torch.dtype) -> None:
-    """Pages in any order, and new tokens that see those before them; the last keys are on rank 1."""
     lengths, new, page, rank = ((20, 3), (37, 9)), 3, 8, interlace.get_rank()
     order = torch.randperm(10, generator=torch.Generator().manual_seed(rank))
     caches = [cache(each, 40, 2, 16, dtype) for each in range(2)]
@@ -136,7 +135,7 @@ def test_pages_and_guessed_tokens(algorithm: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(24, 16), (8, 20)])
 @ranks(2, place="sim")
 def test_values_of_another_head_size(sizes: tuple[int, int], algorithm: Any) -> None:
-    """A cache of its own for each, one that has the values within the keys, and pages."""
+    """The values have a separate cache, are within the keys, or are in pages."""
     size, value_size = sizes
     query = noise(9, 0, (2, 4, size), F32)
     caches = [cache(rank, 24, 2, size, F32, value_size) for rank in range(2)]
@@ -165,7 +164,7 @@ def test_values_of_another_head_size(sizes: tuple[int, int], algorithm: Any) -> 
 
 
 class LargestMade(TorchDispatchMode):
-    """The bytes of the largest storage that an op of torch has made."""
+    """A mode that notes the bytes of the largest storage that an op of torch has made."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ def test_torch_copies_no_cache(lengths: tuple[int, ...] | None) -> None:
 
 @ranks(1, place="sim")
 def test_torch_reads_nothing_behind_lengths() -> None:
-    """Of more keys than a machine has memory for: one token's, again and again."""
+    """The cache is a view of one token's keys, longer than the machine's memory."""
     query, lengths = noise(9, 0, (2, 2, 3, 16), F32), torch.tensor([[5, 3], [0, 2]])
     keys, values = (noise(1, n, (2, 1, 1, 16), F32).expand(2, 2**40, 1, 16) for n in (1, 2))
     made = interlace.distributed_decode(query, (keys, values), lengths=lengths, algorithm="unfused")
@@ -235,7 +234,6 @@ def test_no_sequences_have_no_result(algorithm: Any) -> None:
 
 
 def rounds() -> None:
-    """Calls of growing and shrinking size, behind each other."""
     for call, heads in enumerate((1, 4, 2, 4)):
         q = noise(call, 0, (2, heads, 16), F32)
         keys = [noise(10 * call + interlace.get_rank(), n, (2, 5, heads, 16), F32) for n in (1, 2)]
@@ -296,7 +294,6 @@ def test_misuse_is_named_on_all_ranks(changes: dict[str, Any], text: str) -> Non
 
 @ranks(2, place="sim")
 def test_a_backward_says_that_there_is_none() -> None:
-    """Of a rank whose query requires a gradient; the other's does not."""
     q = torch.zeros(2, 4, 8, requires_grad=interlace.get_rank() == 1)
     output, lse = interlace.distributed_decode(q, (KEYS, KEYS), return_lse=True)
     assert lse.shape == (2, 4) and output.requires_grad == q.requires_grad
@@ -307,7 +304,7 @@ def test_a_backward_says_that_there_is_none() -> None:
 
 @ranks(4, place="sim")
 def test_several_nodes() -> None:
-    """What the kernels of the ranks have found goes by a plain gather, and attention is unfused."""
+    """A plain gather moves the kernels' results, and attention is unfused."""
     group, torch_sdpa = on_nodes(TWO, "late"), torch.nn.functional.scaled_dot_product_attention
     q, k, v = (noise(0, n, (2, 12, 2, 16), F32) for n in range(3))
     held = [each.chunk(4, 1)[group.rank] for each in (k, v)]

@@ -13,7 +13,7 @@ from interlace import functional, nn
 from ranks import ranks
 from sim.algorithms.node_support import TWO, on_nodes
 from sim.api.refusals import ByRank, both, check_refused
-from support import noise, poisoned, slow_rank, starved
+from support import poisoned, slow_rank, starved
 from tiers import thorough
 
 EVEN = ExchangeCase((20, 20, 20))
@@ -52,7 +52,7 @@ def test_a_wrong_result_is_beyond_the_bound() -> None:
 
 
 def test_schedules_have_the_same_bits() -> None:
-    """Sums are in the order of the ranks, not in that of their arrival."""
+    """Sums are in the order of ranks, not in the order of arrival."""
     first = interlace.run(exchanged, 3, EVEN, "fused", seed=0)
     with starved(slow_rank(1)):
         again = [interlace.run(exchanged, 3, EVEN, "fused", seed=1)]
@@ -60,45 +60,6 @@ def test_schedules_have_the_same_bits() -> None:
     for found in again:
         for mine, other in zip(first, found, strict=True):
             assert all(torch.equal(mine[name], other[name]) for name in mine)
-
-
-def _plain(
-    name: str, inputs: list[torch.Tensor], weights: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What every rank gets, of two ranks' own inputs and weights."""
-    if name == "matmul_all_to_all":
-        rows = [x @ w for x, w in zip(inputs, weights, strict=True)]
-        return [torch.cat([each[:, 2 * r : 2 * r + 2] for each in rows]) for r in range(2)]
-    parts = [[x[4 * s : 4 * s + 4] for x in inputs] for s in range(2)]
-    return [torch.cat(own, 1) @ w for own, w in zip(parts, weights, strict=True)]
-
-
-@pytest.mark.parametrize("name", ["matmul_all_to_all", "all_to_all_matmul"])
-def test_gradients_of_gradients(name: str) -> None:
-    """Numbers by autograd of the plain formula."""
-    shapes = ((4, 6), (6, 4)) if name == "matmul_all_to_all" else ((8, 3), (6, 5))
-
-    def on_rank() -> list[torch.Tensor]:
-        leaves = [
-            noise(interlace.get_rank(), n, shape).requires_grad_() for n, shape in enumerate(shapes)
-        ]
-        loss = getattr(functional, name)(*leaves).square().sum()
-        grads = torch.autograd.grad(loss, leaves, create_graph=True)
-        (grads[0].square().sum() + grads[1].square().sum()).backward()
-        return [each.grad for each in leaves if each.grad is not None]
-
-    leaves = [
-        [noise(r, n, shape).double().requires_grad_() for r in range(2)]
-        for n, shape in enumerate(shapes)
-    ]
-    flat = [*leaves[0], *leaves[1]]
-    losses = [each.square().sum() for each in _plain(name, *leaves)]
-    grads = torch.autograd.grad(losses[0] + losses[1], flat, create_graph=True)
-    torch.stack([each.square().sum() for each in grads]).sum().backward()
-    for rank, found in enumerate(interlace.run(on_rank, 2)):
-        for made, right in zip(found, (leaves[0][rank], leaves[1][rank]), strict=True):
-            assert right.grad is not None
-            torch.testing.assert_close(made.double(), right.grad, rtol=1e-4, atol=1e-3)
 
 
 TO, FROM = "matmul_all_to_all", "all_to_all_matmul"
@@ -182,7 +143,9 @@ def test_the_layer_tells_all_ranks_what_one_gave(changes: dict[str, Any], text: 
 @pytest.mark.parametrize("key_heads", [3, 2])
 @ranks(3, place="sim")
 def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
-    """Each gives its own, and the sum is right; also where heads are not exchanged in matmuls."""
+    """Each rank passes its own length, and the sum is correct. The check is also made without an exchange
+    of heads.
+    """
     layer: Any = nn.UlyssesAttention(8, 2 * key_heads, key_heads, 4)
     lengths = [3, 2, 4] if interlace.get_rank() == 0 else [3, 3, 3]
     text = r"lengths differs between ranks: \(3, 2, 4\) on rank 0, \(3, 3, 3\) on rank 1"

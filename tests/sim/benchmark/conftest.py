@@ -1,4 +1,4 @@
-"""benchmarks/ is no package: its modules are imported from that folder, and import each other there."""
+"""benchmarks/ is not a package: its modules are imported from that folder, and import each other there."""
 
 import sys
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_factors_are_those_of_nccl_tests() -> None:
-    """doc/PERFORMANCE.md of NVIDIA/nccl-tests, and GetBw of its gather, scatter and sendrecv tests."""
+    """The sources are doc/PERFORMANCE.md of NVIDIA/nccl-tests, and GetBw of its tests."""
     share = {"all_reduce": 2 * 7 / 8, "matmul_all_reduce": 2 * 7 / 8}
     whole = dict.fromkeys(("broadcast", "reduce", "send_recv"), 1.0)
     for op in OPS:
@@ -276,7 +276,7 @@ def test_baselines_are_refused_with_the_reason(
 
 
 def test_torchs_symmetric_operators_take_what_the_baseline_gives() -> None:
-    """There is no GPU to run them on; their schemas are there without one."""
+    """The operators need a GPU; their schemas do not."""
     import torch.distributed._symmetric_memory
 
     expected = {

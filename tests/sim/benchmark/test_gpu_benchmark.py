@@ -142,7 +142,7 @@ def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight() -> None:
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors for "cuda" are the CPU's."""
+    """A mode that makes tensors for "cuda" on the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -164,7 +164,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
     connections: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu, probe = FakeGpu(connections=connections), module("gpu_probe")
-    clock = [0.0]  # of its own: a busy machine changes nothing
+    clock = [0.0]  # an artificial clock: a busy machine changes nothing
 
     def tick() -> float:
         clock[0] += 1e-4
@@ -174,7 +174,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
         end = clock[0] + cycles / probe.CYCLES / 1e3
         gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: clock[0] > end]))
 
-    gpu.let_hosts_run = tick  # what is enqueued may take a while
+    gpu.let_hosts_run = tick  # enqueued work may take a while
     played = (
         (probe, "time", SimpleNamespace(perf_counter=tick)),
         (torch.cuda, "init", lambda: None),
@@ -196,7 +196,7 @@ def test_the_probe_sees_which_streams_share_a_queue(
 
 
 def test_torchs_algorithms_do_not_stop_the_host() -> None:
-    """What stops it between steps would be timed, and be to our favour."""
+    """A stop of the host between steps would be timed in favour of interlace."""
     pipelined = module("gpu_parts.overlap")
 
     class Counting(FakeGpu):

@@ -1,18 +1,25 @@
-"""The script for the first fifteen minutes on a GPU, on simulated ranks."""
+"""The script for the first fifteen minutes on a GPU, on simulated ranks, and the facts that it asks for."""
 
+import ctypes
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from cases.launches import on_cpu
+from sim.benchmark.model_support import ROOT, module
+from stand_ins import cupy_stand_in
+from stand_ins.replaced import replaced
 from tiers import thorough
 
-ROOT = pathlib.Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_call.sh"
 COMMANDS = {  # as docs/how-to/gpu/first-run.md has them
     "1": "bash benchmarks/gpu_call.sh 1",
@@ -38,12 +45,10 @@ def run(
 
 
 def begun(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The steps, in order."""
     return re.findall("^== (.*): status", done.stdout.partition("-- call")[0], re.MULTILINE)
 
 
 def program(folder: pathlib.Path, text: str) -> str:
-    """A program that stands for Python in every step."""
     file = folder / f"program-{len([*folder.glob('program-*')])}"
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
@@ -57,7 +62,7 @@ def test_every_step_of_the_first_two_calls_runs(tmp_path: pathlib.Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         summary = (tmp_path / call / "summary.txt").read_text()
         names = re.findall("^== (.*): status 0", summary, re.MULTILINE)
-        assert len({*names}) == len(names) > 5  # each has a log of its own
+        assert len({*names}) == len(names) > 5  # each has its own log
         with tarfile.open(tmp_path / f"{call}.tgz") as packed:
             logs = {f"{call}/{name}.log" for name in names}
             assert logs | {f"{call}/summary.txt"} <= {*packed.getnames()}
@@ -71,7 +76,7 @@ def test_every_step_of_the_third_call_runs(tmp_path: pathlib.Path) -> None:
 
 
 def test_limits_leave_time_for_the_starts_of_the_machine() -> None:
-    """Two calls of at most 330 s and a shorter one; a step that is stopped takes 5 s more."""
+    """There are two calls of at most 330 s and a shorter one; a step that is stopped takes 5 s more."""
     limits = [int(each) for each in re.findall(r"\bseconds=(\d+)", SCRIPT.read_text())]
     assert len(limits) == 2 and limits[0] + 8 <= 330 and limits[1] + 8 <= 180
 
@@ -109,7 +114,6 @@ def test_what_explains_a_failure_comes_before_speed(tmp_path: pathlib.Path) -> N
 def test_what_failed_runs_again_one_cause_after_the_other(
     tmp_path: pathlib.Path, failing: str
 ) -> None:
-    """Whichever step of calls 1 and 2 it was, as it was; and results may have been taken away."""
     python = program(tmp_path, f'case "$*" in *"{failing}"*) exit 1;; esac')
     failed = []
     for call in "12":
@@ -186,7 +190,6 @@ def test_what_has_no_time_is_left_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_kernel_that_the_cache_has_not_is_seen(tmp_path: pathlib.Path) -> None:
-    """And none where all that a step needs was packed."""
     whole = tmp_path / "packed" / "key"
     whole.mkdir(parents=True)
     (whole / "all_gather_kernel.cubin").touch()
@@ -202,3 +205,99 @@ def test_a_kernel_that_the_cache_has_not_is_seen(tmp_path: pathlib.Path) -> None
         assert ("not in the cache, compiled here: wait_kernel x 1" in done.stdout) == seen
         assert "every kernel is compiled here" not in done.stdout
     assert "every kernel is compiled here" in run("2", tmp_path, PY="true").stdout
+
+
+SMS = 4
+
+
+class PlayedEvent:
+    """An event that is reached at once, or never."""
+
+    passes = True
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.passes
+
+
+@pytest.fixture
+def facts() -> Iterator[Any]:
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    found = module("gpu_facts")
+    with replaced(
+        (torch.cuda, "Stream", lambda **options: SimpleNamespace(cuda_stream=7)),
+        (torch.cuda, "stream", cupy_stand_in._Stream),
+        (torch.cuda, "Event", PlayedEvent),
+        (torch.cuda, "synchronize", lambda: None),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (torch, "zeros", on_cpu(torch.zeros)),
+        (found, "PATIENCE", 0.01),
+        (found, "COPIED", 64),
+    ):
+        yield found.Facts(cupy_stand_in)
+
+
+def kernel(late_ns: list[int], sm: int) -> Any:
+    """A kernel whose programs begin this late, all on this SM."""
+
+    def run(grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
+        sms, begun, _ = (int(each) for each in arguments)
+        for program in range(grid[0]):
+            ctypes.c_int32.from_address(sms + 4 * program).value = sm
+            late = late_ns[program % len(late_ns)]
+            ctypes.c_int64.from_address(begun + 8 * program).value = 1000 + late
+
+    return run
+
+
+def test_ctas_that_begin_late_are_counted(facts: Any) -> None:
+    facts.spin = kernel([0], 3)
+    for late_ns, late in (([0], 0), ([0, module("gpu_facts").LATE_NS + 1], SMS // 2)):
+        facts.fat = kernel(late_ns, 0)
+        assert facts.spinning(2) == {"their SMs": 1, "CTAs that begin late": late}
+
+
+@pytest.mark.parametrize("late_ns", [280_000_000, 300_000_001, 900_000_000])
+def test_a_kernel_that_waits_as_a_whole_has_not_run_beside_what_spins(
+    facts: Any, late_ns: int
+) -> None:
+    facts.spin, facts.fat = kernel([0], 3), kernel([late_ns], 0)
+    found = facts.spinning(8)
+    assert found.startswith(f"the kernel waited {late_ns / 1e6:.0f} ms"), found
+
+
+def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(facts: Any) -> None:
+    starts = iter([0, module("gpu_facts").LIMIT_NS])
+    facts.spin = lambda *launch, **more: kernel([next(starts)], 0)(*launch, **more)
+    facts.fat = kernel([20_000_000], 0)
+    assert "1 were spinning when it began" in facts.spinning(2)
+
+
+def test_ctas_have_the_shared_memory_of_the_largest_tile_that_ships() -> None:
+    figures = (ROOT / "docs/reference/warp-roles.md").read_text()
+    row = next(each for each in figures.splitlines() if each.startswith("| shared memory, bytes"))
+    _, triton, _, roles = row.split("|")[2:6]  # the ones of 3 stages ship
+    assert f"{module('gpu_facts').SHARED:,}" == max(triton, roles).strip()
+
+
+def test_what_runs_together_is_counted(facts: Any) -> None:
+    limit, streams = module("gpu_facts").LIMIT_NS, module("gpu_facts").STREAMS
+    for late_ns, together in (([0], streams), ([limit], streams)):
+        facts.spin = kernel(late_ns, 0)
+        assert facts.at_once()["together"] == together
+    starts = iter([0] * 8 + [limit] * (streams - 8))
+    facts.spin = lambda *launch, **more: kernel([next(starts)], 0)(*launch, **more)
+    assert facts.at_once()["together"] == 8
+
+
+def test_what_waits_for_the_kernel_is_told(facts: Any) -> None:
+    facts.fat = kernel([0], 0)
+    assert "goes on" in facts.copy(1)
+    with replaced((PlayedEvent, "passes", False)):
+        assert facts.copy(0) == "waits for the kernel: it needs SMs"
+
+
+def test_a_dry_run_names_the_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert module("gpu_facts").main(["--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9

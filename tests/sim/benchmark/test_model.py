@@ -205,7 +205,7 @@ def test_more_work_takes_longer(op: str, algorithm: str) -> None:
 
 
 def early_reads(op: str, **options: Any) -> list[Any]:
-    """Spans that read something before it was there."""
+    """Return the spans that read data before it was there."""
     case = shape(op, 1024, 1024, 2048, 4)
     log: list[Any] = []
     configuration = configured(case, chunks=2, **options)
@@ -256,7 +256,7 @@ def test_without_waits_that_would_be_seen(op: str) -> None:
 
 
 def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
-    """Whose rows every program multiplies, to whom it copies: in the order of a recorded run."""
+    """The reference is the order of tiles and copies in a recorded run."""
     tiles: dict[str, Any] = {"block_m": 16, "block_n": 16, "group_m": 2, "chunks": 2}
     tiles |= {"copiers": 2, "programs": 3}
 

@@ -32,7 +32,7 @@ def test_every_parameter_has_a_source() -> None:
 
 
 def test_fitted_parameters_are_fitted() -> None:
-    """Hardly any other value of the parameter is better."""
+    """Other values of the parameter are hardly better."""
     fits = module("model.fit").FITS
     for fit in fits:
         machines = module("model.simulation.machines").MACHINES
@@ -84,7 +84,7 @@ def test_the_page_shows_what_the_script_prints(compared: list[Any]) -> None:
 
 
 def result_file(folder: Path, device: str, power: float, link: float, correct: bool = True) -> None:
-    """What gpu.py would have written on a machine of that power and PCIe bandwidth."""
+    """Write the results of gpu.py on a machine with this power and PCIe bandwidth."""
     real = machine("h200-pcie").with_values("assumed: test", power_tflops=power)
     library = module("model.simulation.kernels").library_us
     records = []

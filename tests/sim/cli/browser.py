@@ -21,11 +21,11 @@ OPTIONS = (
 
 
 class BrowserError(Exception):
-    """What was asked for cannot be done."""
+    """An action that the browser cannot do."""
 
 
 class Browser:
-    """One page. ``said`` are messages of its console and errors of its scripts."""
+    """One page. ``said`` has the messages of its console and the errors of its scripts."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back = os.fdopen(to, "wb", 0), os.fdopen(back, "rb")
@@ -62,27 +62,27 @@ class Browser:
         return told
 
     def open(self, page: pathlib.Path, fragment: str = "") -> None:
-        """Load a file anew, to the end of its scripts."""
+        """Load a file anew, and wait for its scripts."""
         for url in ("about:blank", page.absolute().as_uri()):
             self("Page.navigate", url=url if url == "about:blank" else url + fragment)
             there = f"location.href.split('#')[0] === {json.dumps(url)}"
             self.until(f"{there} && document.readyState === 'complete'")
 
     def until(self, expression: str) -> None:
-        """Wait for it to be true, if need be until the test's time is over."""
+        """Wait until an expression is true, at most for the test's time."""
         true = False
         while not true:
             with suppress(BrowserError):  # a page that goes cannot be asked
                 true = self.js(expression)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, which JSON can hold."""
+        """Return the value of an expression as JSON."""
         found = self("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """As a mouse does, in the middle of the first element that is found."""
+        """Click in the middle of the first found element."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.js(f"{found}.scrollIntoView({{block: 'center', inline: 'center'}})")
         x, y = self.js(
@@ -98,7 +98,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser that knows nobody, and is gone afterwards."""
+    """Start a browser with a new profile, and end it."""
     assert PROGRAM is not None
     to_browser, from_browser = os.pipe(), os.pipe()
     theirs = to_browser[0], from_browser[1]

@@ -48,7 +48,7 @@ def test_the_tests_for_a_gpu_are_found() -> None:
 
 
 def test_what_is_not_there_is_refused() -> None:
-    """The control: to the project, not to others; also what somebody else has imported."""
+    """Only imports of the project are refused, also of modules that other code has imported."""
     done = run(
         "import filelock\n"
         "for file in ('runtime/a.py', '.venv/lib/python3/site-packages/a.py'):\n"

@@ -39,7 +39,7 @@ FIRST = [case.title for case in IN_SIM if case.world_size == 2][:20]
 
 
 def forgotten(device: str) -> set[str]:
-    """Kernels of the catalogue without a case and a reason, kernels with both, and unknown ones."""
+    """Return catalogue kernels without a case and a reason, kernels with both, and unknown ones."""
     run = {kernel for case in cases_of(device) for kernel in case.kernels}
     return {*known.every_kernel()} ^ (run ^ known.WITHOUT[device].keys())
 
@@ -50,7 +50,6 @@ def test_no_kernel_is_forgotten(device: str) -> None:
 
 
 def test_a_new_kernel_would_be_seen() -> None:
-    """The control."""
     kernels = [*known.every_kernel(), "new_kernel"]
     with mock.patch.object(known, "every_kernel", lambda: kernels):
         assert "new_kernel" in forgotten("cpu")
@@ -74,7 +73,7 @@ def test_a_case_passes_and_launches_the_kernels_that_it_names(title: str) -> Non
 
 
 def test_every_kernel_is_in_the_catalogue() -> None:
-    """So that none can be written and forgotten."""
+    """Otherwise a new kernel could be forgotten."""
     texts = (file.read_text() for file in (ROOT / "kernels").rglob("*.py"))
     written = {
         name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)
@@ -83,7 +82,7 @@ def test_every_kernel_is_in_the_catalogue() -> None:
 
 
 def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
-    """Tiles depend on the size of heads and the dtype."""
+    """The size of heads and the dtype determine the tiles."""
     attention = [case for case in cases_of("cuda") if "context_parallel" in case.op]
     for capability, backward in itertools.product((80, 90, 100), (False, True)):
         found, every = (
@@ -120,8 +119,6 @@ def test_branches_of_kernels_have_cases_before_more_sizes(device: str) -> None:
 
 
 def test_a_branch_that_is_not_taken_is_seen() -> None:
-    """The control: results of the op without it, or with other scales, are wrong ones."""
-
     def judged(op: str, branch: str, damaged: Callable[[Any], Any], **changed: Any) -> float:
         (case,) = (
             each for each in IN_SIM if (each.op, each.branch, each.world_size) == (op, branch, 2)
@@ -161,7 +158,6 @@ def test_pages_are_read_in_the_order_of_the_table() -> None:
 
 
 def test_kernels_come_first() -> None:
-    """After the first cases on two ranks every kernel has been run on two ranks."""
     on_two = [case for case in IN_SIM if case.world_size == 2]
     wanted = {kernel for case in on_two for kernel in case.kernels}
     half = on_two[: len(on_two) // 2]
@@ -171,7 +167,6 @@ def test_kernels_come_first() -> None:
 
 
 def test_what_fails_is_told() -> None:
-    """A wrong result, and an op that raises."""
     about = "all_reduce", "copy", 2, (64,), "fp32", ()
     case = DenseCase(*about, arguments={"algorithm": "copy"})
     assert run_case(case, "cpu", 0).passed
@@ -190,7 +185,6 @@ def test_what_needs_a_switch_is_skipped_with_a_word() -> None:
 
 
 def test_streams_can_be_made_to_signal_by_kernels() -> None:
-    """While the case runs, and no longer."""
     (case, *_) = (case for case in cases_of("cuda") if "publish_kernel" in case.kernels)
     before = driver.stream_words
     with case.circumstances():

@@ -32,7 +32,7 @@ def printed(options: DemoOptions, width: int = 80, **console: Any) -> tuple[int,
 
 @pytest.fixture(scope="module")
 def small() -> tuple[command.Workload, list[command.CaseResult]]:
-    """Every case on 3 ranks with uneven shards."""
+    """Run every case on 3 ranks with uneven shards."""
     options = DemoOptions(ranks=3, **SMALL)
     work = command.from_text(None, torch.bfloat16, 0, **SMALL)
     return work, [run_case(case, work, options) for case in CASES]
@@ -43,7 +43,7 @@ def recorded(outcome: command.CaseResult) -> recording.Recording:
     return outcome.recording
 
 
-# -- what is measured --------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------
 
 
 def test_errors_are_within_bounds(small: Any) -> None:
@@ -53,7 +53,7 @@ def test_errors_are_within_bounds(small: Any) -> None:
 
 
 def test_bytes_sent_are_what_the_algorithms_must_send(small: Any) -> None:
-    """Gathering sends every shard to every peer, scattering every row that is not the own one."""
+    """A gather sends its shard to every peer; a scatter sends every row except its own rows."""
     gathered, scattered, both = (recorded(outcome) for outcome in small[1])
     m, n, k = SMALL["m"], SMALL["n"], SMALL["k"]
     for rank, (_, rows) in enumerate(split_rows(m, 3)):
@@ -79,7 +79,7 @@ def test_bytes_of_the_copy_engine_are_seen() -> None:
 
 
 def test_tiles_know_whose_rows_they_multiply(small: Any) -> None:
-    """m = 45 on 3 ranks: 15 rows, so one tile row; of 16 x 16 tiles when gathering, 16 x 32 after."""
+    """45 rows on 3 ranks are 15 rows each, so one row of tiles."""
     for outcome, columns in zip(small[1], (1, 2), strict=False):
         for rank in range(3):
             found = Counter(tile.peer for tile in recorded(outcome).tiles(rank))
@@ -130,13 +130,13 @@ def test_recording_repeats_with_the_seed_and_changes_nothing(small: Any) -> None
 
 
 def test_bound_of_the_mlp_is_not_loose(small: Any) -> None:
-    """A bf16 MLP must come within a factor of 100 of its bound, or the bound would prove nothing."""
+    """The error of a bf16 MLP must be above a hundredth of the bound, or the bound proves nothing."""
     assert max(ratio for _, ratio in small[1][2].errors) > 0.01
     value, bound = CASES[2].expected(small[0], 3)
     assert reference.worst_ratio(value + 3 * bound, value, bound) > 1
 
 
-# -- what is printed ---------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -177,7 +177,7 @@ def test_report_is_complete_and_exit_code_is_zero() -> None:
 
 
 def test_wrong_result_is_exit_code_one() -> None:
-    """One element of one rank, off by little more than rounding can explain."""
+    """One element of one rank is wrong by little more than rounding explains."""
     right = interlace.matmul_reduce_scatter
 
     def wrong(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import interlace
 import interlace_verify
 
-# What every example may use; the package's docstring says so.
+# Every example may use these; the package's docstring says so.
 KNOWN = {
     "interlace": interlace,
     "torch": torch,

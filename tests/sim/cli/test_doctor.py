@@ -40,7 +40,7 @@ CLUSTER: dict[str, Any] = {
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """CLUSTER with one fact, named by a dotted path, replaced."""
+    """Return CLUSTER with one fact, named by a dotted path, replaced."""
     facts = copy.deepcopy(CLUSTER)
     *outer, last = path.split(".")
     target = facts
@@ -52,7 +52,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def tried() -> Iterator[mock.Mock]:
-    """Stands for the run on two ranks of a place, as if it worked; tests of the pages do try."""
+    """Stands for a successful run on two ranks of a place; the tests of pages run it."""
     with mock.patch.object(interlace, "run", return_value=[SUM, SUM]) as run:
         yield run
 
@@ -147,7 +147,7 @@ def test_survives_when_everything_is_broken() -> None:
 
 
 def test_optional_packages_are_not_imported() -> None:
-    """A broken cupy must not take the doctor down, so it only asks for its version."""
+    """An import of a broken cupy would end the doctor, so it reads the version only."""
     optional = {"cupy", "nvshmem", "matplotlib"}
     before = optional & set(sys.modules)  # other tests may draw
     collect()

@@ -1,18 +1,24 @@
-"""Names that the tools know: targets of verify, cases of check, the catalogue, ops of bench and tune.
+"""Names that the tools have: targets, cases, the catalogue, ops; and commands that are refused.
 
 ``lists.txt`` has the names; what is gone from a line is no longer checked, built or measured.
 
     python tests/sim/cli/test_lists.py      writes the file anew
 """
 
+import contextlib
 import pathlib
+import shlex
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
+import torch
 
+import interlace
 from interlace.benchmark.fused import ByRows
 from interlace.benchmark.requests import FUSED, OPS, TUNED
 from interlace.benchmark.tune import by_name
+from interlace.cli import main
 from interlace.cli.commands.check import WORLDS, cases
 from interlace.tools.catalogue.catalogue import ARCHES, entries
 from interlace.tools.targets import TARGETS
@@ -27,7 +33,7 @@ def of_verify() -> Iterator[str]:
 
 
 def of_catalogue() -> Iterator[str]:
-    """Entries by kernel, dtype and architectures, with a star where these are no default."""
+    """Return entries by kernel, dtype and architectures, with a star if they are not default ones."""
     found: dict[str, list[str]] = {}
     for arch in ARCHES:
         for each in entries(arch):
@@ -42,7 +48,7 @@ def of_catalogue() -> Iterator[str]:
 
 
 def of_check(device: str) -> Iterator[str]:
-    """Cases without their dtypes and ranks, and then these."""
+    """Return cases without their dtypes and ranks, and then these."""
     found: dict[str, dict[str, list[str]]] = {}
     for case in cases(device):
         about = f"{case.op}, {case.variant}, {case.shape}"
@@ -81,7 +87,6 @@ LISTS = {
 
 
 def written() -> dict[str, list[str]]:
-    """The file's lines by heading."""
     found: dict[str, list[str]] = {}
     for line in FILE.read_text("ascii").splitlines():
         if line.startswith("# "):
@@ -99,3 +104,32 @@ def test_a_list_is_that_of_the_file(name: str) -> None:
 if __name__ == "__main__":
     texts = [line for name, made in LISTS.items() for line in (f"# {name}", *made())]
     FILE.write_text("\n".join(texts) + "\n", encoding="ascii")
+
+
+TESTS = pathlib.Path(__file__).parents[2]
+KERNELS = TESTS / "multi" / "cli" / "bench_kernels.py"
+LINES = pathlib.Path(__file__).with_name("refusals.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_is_refused_before_anything_begins(
+    line: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, _, text = line.partition(" => ")
+    if "--plot" in command:
+        pytest.importorskip("matplotlib")
+    for name, path in (("KERNELS", KERNELS), ("FOLDER", KERNELS.parent)):
+        command = command.replace(name, str(path))
+    with (
+        contextlib.chdir(tmp_path),
+        mock.patch.object(interlace, "run", side_effect=AssertionError("a rank has started")),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(main, "need_interpreter"),
+    ):
+        try:
+            assert main.run(shlex.split(command)) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+    printed = capsys.readouterr()
+    assert text and text in " ".join(printed.err.split()) and not printed.out
+    assert not [*tmp_path.iterdir()]

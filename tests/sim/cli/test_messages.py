@@ -132,7 +132,6 @@ def test_architectures_have_two_spellings() -> None:
 def test_files_of_one_name_are_refused(
     command: str, first: str, second: str, tmp_path: pathlib.Path, capsys: Any
 ) -> None:
-    """Before anything runs, and the file is as it was; a device may have several names."""
     if "--plot" in second:
         pytest.importorskip("matplotlib")
     (tmp_path / "file.svg").write_text(FUNCTIONS)

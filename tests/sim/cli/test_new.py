@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def kernel(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Of a name that no other test has imported."""
+    """Return a kernel with a name that no other test has imported."""
     name = f"ring_sum_{next(NUMBERS)}"
     assert run(["new", "kernel", name, "--folder", str(tmp_path)]) == 0
     return tmp_path / f"{name}.py"
@@ -53,7 +53,6 @@ def test_verify_finds_nothing_in_it(
 
 
 def test_a_fault_in_it_is_found(kernel: pathlib.Path) -> None:
-    """The launch that ends before its data has been read."""
     text, wait = kernel.read_text(), "        wait_flag(flag_pointer(pads, rank, world_size, CREDIT"
     (line,) = (each for each in text.splitlines(keepends=True) if each.startswith(wait))
     broken = kernel.with_name("broken.py")

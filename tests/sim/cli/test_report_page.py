@@ -42,7 +42,7 @@ WRONG = HEAD + TAIL.partition("\nif __name__")[0] + TWO_PROGRAMS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A repository with a wrong file in it."""
+    """Make a repository with a wrong file in it."""
     folder = tmp_path_factory.mktemp("page")
     (folder / ".git").mkdir()
     (folder / "kernels").mkdir()
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def results(folder: pathlib.Path) -> list[JobResult]:
-    """Races of one function, deadlocks of another."""
+    """Check one function with races and another with deadlocks."""
     plan, found = CheckPlan((2,), 1, 1, (90,)), []
     with contextlib.chdir(folder), mock.patch.object(schedule_check, "SHRINK_RUNS", 8):
         for name, check in (("three_rounds", "races"), ("uneven", "schedules")):
@@ -75,7 +75,7 @@ def data_of(path: pathlib.Path) -> Any:
 
 
 def deadlock_of(data: Any) -> int:
-    """The panel of the one deadlock; races of the other function are before it."""
+    """Return the panel of the one deadlock; the races are before it."""
     (number,) = (n for n, p in enumerate(data["panels"]) if p["title"].startswith("DeadlockError"))
     return number
 
@@ -88,7 +88,7 @@ LOADS = line_of("        total += tl.load(theirs + offsets)")
 STORES = line_of("    tl.store(own + offsets, tl.load(input_ptr + offsets))")
 
 
-# -- what is in it -------------------------------------------------------------------------------
+# -- contents ------------------------------------------------------------------------------------
 
 
 def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
@@ -109,7 +109,6 @@ def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("faulty", [lambda: fill[(2,)](torch.ones(16), 0, 16), lambda: loads(4)])
 def test_accesses_of_memory_of_one_rank_are_red_too(faulty: Any) -> None:
-    """Two of a race, and one that is out of bounds."""
     report = interlace.verify.races(faulty, 1, seeds=1)
     (finding,) = report.findings
     (panel,) = verify.panels(JobResult("f", "races", "1 rank", "", (str(finding),), 0, report))
@@ -121,7 +120,7 @@ def test_accesses_of_memory_of_one_rank_are_red_too(faulty: Any) -> None:
 
 
 def test_waits_point_to_what_ended_them(written: pathlib.Path) -> None:
-    """Each arrow goes from a release to a later acquire of a word of it, by another program."""
+    """Each arrow goes from a release to a later acquire of the same word by another program."""
 
     def words(text: str) -> set[tuple[str, str]]:
         named = re.findall(r"(signal pad 0 of rank \d), ((?:(?: and )?byte \d+)+)", text)
@@ -246,7 +245,6 @@ def test_sarif_has_what_its_schema_requires(log: Any) -> None:
 
 
 def test_sarif_names_lines(log: Any) -> None:
-    """Of a race both, of a deadlock that of the wait and the way there, of what has none the function's."""
     by_rule = {result["ruleId"]: result for result in log["runs"][0]["results"]}
     race, deadlock = by_rule["races/read-write"], by_rule["schedules/DeadlockError"]
     linted = by_rule["lint"]
@@ -344,7 +342,7 @@ def test_the_slider_goes_through_the_steps(
 
 
 def test_names_of_lanes_are_cut_off_at_their_left_if_at_all(tmp_path: pathlib.Path) -> None:
-    """Numbers of programs are at the right, and no script has to run when a window becomes narrow."""
+    """The numbers of programs are at the right, and a narrow window needs no script."""
     write_page(str(tmp_path / "page.html"), "", "", "", [], bad=False)
     (rule,) = re.findall(r"\.names \{([^}]*)\}", (tmp_path / "page.html").read_text())
     assert "overflow: hidden" in rule and "display: flex; justify-content: flex-end" in rule

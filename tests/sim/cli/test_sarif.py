@@ -51,7 +51,7 @@ def log() -> dict[str, Any]:
 
 
 def written(results: list[JobResult]) -> list[tuple[str, list[str], bool]]:
-    """The rule of each, the text of its lines, and whether it has the way there."""
+    """Return the rule of each result, the text of its lines, and whether it has a code flow."""
     sarif.write("log.sarif", results)
     run = log()
     source = pathlib.Path("vain.py").read_text().splitlines()

@@ -66,7 +66,6 @@ LIKELY = re.compile(r"^ *(from|import) (triton(\.(?!language)| import)|torch\._C
 
 
 def reached_into(text: str) -> list[str]:
-    """The modules of ``INTERNALS`` that a source imports."""
     found: list[str] = []
     if not LIKELY.search(text):
         return found
@@ -250,7 +249,7 @@ def test_a_tensor_over_memory_of_others() -> None:
     assert over.tolist() == [2, 3, 4, 5]
 
 
-# -- what is said of others ------------------------------------------------------------------------
+# -- warnings about other versions -----------------------------------------------------------------
 
 
 def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
@@ -264,7 +263,7 @@ def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
 
 
 def releases_of(**versions: str) -> Replacement:
-    """These are installed; and nothing was said yet, by the process that says it."""
+    """Install these versions in a process that has not warned yet."""
     return releases, "installed", versions.__getitem__
 
 
@@ -301,7 +300,7 @@ def test_what_is_older_or_odd_is_named(versions: dict[str, str], said: str) -> N
 
 @pytest.mark.parametrize("locked", [None, 0, 1])
 def test_a_python_without_a_lock_is_named(locked: int | None) -> None:
-    """A free-threaded build has the version of the other, with which everything was tried."""
+    """A free-threaded build has the same version number as the tested build."""
     build = (
         (releases, "installed", releases.installed.__wrapped__),
         (platform, "python_version", lambda: "3.14.2"),

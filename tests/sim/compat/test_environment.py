@@ -70,7 +70,7 @@ def test_a_service_of_kubernetes_passes() -> None:
 
 
 def test_variables_of_a_job_are_one_warning() -> None:
-    """From rank 0, and not again from its child processes, which inherit its environment."""
+    """Rank 0 warns; its child processes inherit its environment and do not warn again."""
     job = {"INTERLACE_RESTART": "5", "INTERLACE_CACHE": "x"}  # not quite TUNE_CACHE
     with environment(**job, RANK="1", INTERLACE_UNKNOWN=None), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -106,7 +106,6 @@ LEVELS = [
 
 @pytest.mark.parametrize(("level", "seen", "unseen"), few(LEVELS, LEVELS[0]))
 def test_what_is_logged_at_which_level(level: str, seen: list[str], unseen: list[str]) -> None:
-    """To stderr, with rank and time; and the warning of a variable of the job's own."""
     code = """
 import interlace, torch
 def on_rank():

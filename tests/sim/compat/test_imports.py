@@ -34,7 +34,7 @@ Found = dict[str, list[str]]
 
 
 def loaded() -> list[str]:
-    """Those of ``COMPILERS`` that this process has imported."""
+    """Return the imported modules of ``COMPILERS``."""
     return [name for name in COMPILERS if name in sys.modules]
 
 
@@ -115,7 +115,7 @@ def backend_ops() -> Ops:
 
 
 def imported_by(*kinds: Callable[[], Ops]) -> Found:
-    """Those of ``COMPILERS`` that are there after an op, by the first op after which they are."""
+    """Return the imported modules of ``COMPILERS`` after each op, by the first op that imports them."""
     found: Found = {}
     known: list[str] = []
     for kind in kinds:
@@ -132,7 +132,7 @@ def on_rank() -> Found:
 
 
 def in_process(path: str) -> Found:
-    """On a rank that is a process, also through torch.distributed."""
+    """Run on a rank that is a process, also through torch.distributed."""
     found = on_rank()
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     store = dist.FileStore(path, world_size)
@@ -144,7 +144,7 @@ def in_process(path: str) -> Found:
 
 
 def ops_of_torch() -> Found:
-    """Which torch defines when they are asked for."""
+    """Use ops that torch defines at their first use."""
     names = interlace.symmetric_memory.functions.TAKEN_OVER
     ops = {name: functools.partial(getattr, torch.ops.symm_mem, name) for name in names}
     return imported_by(lambda: ops)
@@ -158,7 +158,7 @@ def checked_for_races() -> Found:
 
 
 def compiled() -> list[str]:
-    """The calls that Dynamo, imported only now, leaves in a graph."""
+    """Return the calls that Dynamo, imported only now, leaves in a graph."""
     calls: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:

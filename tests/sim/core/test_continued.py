@@ -16,7 +16,6 @@ from stand_ins.replaced import replaced
 
 
 def test_what_a_peer_has_refused_of_an_earlier_message_is_raised() -> None:
-    """It became known after this one had ended well, so its own future says nothing of it."""
     message = MessageEnd()
     message.refused = deque()
     whole = Continued(message, lambda outcome: outcome)
@@ -36,7 +35,7 @@ def test_what_is_done_after_may_fail() -> None:
 
 
 def test_an_end_calls_each_function_until_it_returns_though_an_exception_comes_meanwhile() -> None:
-    """As of a signal's handler: what it has kept from being called is called when the end is told again."""
+    """A signal handler may raise during the call; the next report of the end calls the function again."""
     message, called = MessageEnd(), []
     message.refused = deque()
 
@@ -58,7 +57,6 @@ def test_an_end_calls_each_function_until_it_returns_though_an_exception_comes_m
 def test_what_is_called_at_an_end_may_be_ended_by_a_signal_or_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The handler's exception is the caller's; what is called has an exception again, and it is logged."""
     message, called = MessageEnd(), []
     message.refused = deque()
 
@@ -90,7 +88,7 @@ def test_an_end_wakes_threads_that_wait_for_it() -> None:
 
 
 def test_a_future_is_done_though_an_exception_comes_meanwhile() -> None:
-    """As of a signal's handler, while what waits for the message tells its end."""
+    """A signal handler may raise while the waiter reports the end of the message."""
     message = MessageEnd()
     message.refused = deque()
     future = Work("recv", cast(Any, SimpleNamespace(calls=1)), message).get_future()

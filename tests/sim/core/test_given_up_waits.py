@@ -1,7 +1,7 @@
-"""A wait that gives up lets nothing behind it go: what a peer may still be reading is left alone.
+"""After a wait that times out, a kernel stores nothing into memory that a peer may still read.
 
-An op runs once on simulated ranks; then its kernel runs again on rank 0 alone, as if rank 1 had never
-finished: its credit is missing, so rank 0 has to give up and must not have touched rank 1's memory.
+An op runs once on simulated ranks. Then its kernel runs again on rank 0 alone, as if rank 1 had never
+finished. The credit of rank 1 is missing, so rank 0 must time out without a store to rank 1's memory.
 """
 
 import functools
@@ -39,7 +39,7 @@ WEIGHT = noise(0, 1, (16, 24))
 
 
 class Case(NamedTuple):
-    """An op, the file whose stores have to wait, and how that asks for credit."""
+    """An op, the file whose stores have to wait, and its way to ask for credit."""
 
     call: Callable[[], object]
     file: str
@@ -86,21 +86,21 @@ OPS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The launch of rank 0's kernel and the memory of both ranks, which outlive their run."""
+    """The launch of rank 0's kernel and the memory of both ranks, which survive their run."""
 
     launch: KernelLaunch
     buffer: SymmetricBuffer
     after: list[torch.Tensor]
 
     def again(self) -> None:
-        """Run the kernel, or what stands for it now, on rank 0 alone."""
+        """Run the kernel, or its present replacement, on rank 0 alone."""
         kernel = getattr(sys.modules[self.launch.kernel.fn.__module__], self.launch.name)
         run_alone(replace(self.launch, kernel=kernel))
 
 
 @functools.cache
 def seen(op: str) -> Seen:
-    """``op`` by two ranks. A test of a mutant calls this before, so that the kernel is interlace's own."""
+    """Run ``op`` on two ranks. A test of a mutant calls this first, to have interlace's own kernel."""
     launch, allocate = SimStream.launch, SimPlace.allocate
     launches, buffers = list[KernelLaunch](), list[SymmetricBuffer]()
 
@@ -125,10 +125,10 @@ def seen(op: str) -> Seen:
 def run_again(
     op: str, *, credit: int, void: bool = False, gathered: bool = False
 ) -> tuple[bool, bool]:
-    """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up.
+    """Return whether rank 1's memory has changed, and whether rank 0 has reported a timed-out wait.
 
-    ``void``: a wait of rank 0 was given up before the kernel begins. ``gathered``: of that memory, where
-    normed rows come to lie.
+    ``void``: a wait of rank 0 timed out before the kernel began. ``gathered``: look at the memory of normed
+    rows.
     """
     buffer, arguments = seen(op).buffer, seen(op).launch.arguments
     for part, after in zip(buffer.peer_bytes, seen(op).after, strict=True):
@@ -154,13 +154,13 @@ def test_without_credit_nothing_is_stored(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_with_credit_it_is_stored(op: str) -> None:
-    """Rank 0 gives up here too, but only on the data of rank 1, which does not run."""
+    """Rank 0 times out here too, but only on the data of rank 1, which does not run."""
     assert run_again(op, credit=1) == (True, True)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter_norm", "reduce_norm"])
 def test_rows_without_a_contribution_are_not_sent(op: str, tmp_path: pathlib.Path) -> None:
-    """That rank 1's tiles have come is how rank 0 knows that it has read what was there before."""
+    """The arrival of rank 1's tiles is rank 0's proof that rank 1 has read the earlier data."""
     assert run_again(op, credit=1, gathered=True) == (False, True)
     edit = Edit("free = missing == 0", "free = missing >= 0")
     with mutated(Mutant(f"sends {op}", "kernels/matmul/row_norms.py", (edit,)), tmp_path):
@@ -169,7 +169,7 @@ def test_rows_without_a_contribution_are_not_sent(op: str, tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize("op", OPS)
 def test_in_a_void_channel_nothing_is_stored(op: str) -> None:
-    """What an earlier kernel or a stream's wait gave up holds back the kernels behind it, too."""
+    """A wait of an earlier kernel or stream timed out."""
     assert run_again(op, credit=1, void=True) == (False, False)
 
 
@@ -184,7 +184,7 @@ def test_a_kernel_that_asks_for_no_void_is_seen(tmp_path: pathlib.Path) -> None:
 
 
 class Header:
-    """Ranks 0 and 1 with headers and a slot; rank 0 has finished 6 ops, and so has rank 1."""
+    """Ranks 0 and 1 with headers and a slot; both have finished 6 ops."""
 
     def __init__(self, *, void: bool) -> None:
         words = HEADER_WORDS + 1
@@ -229,7 +229,7 @@ def test_a_void_channel_gives_no_credit_and_tells_so(tmp_path: pathlib.Path) -> 
 
 
 def polls_for_credit(credit: int, *, void: bool = False) -> int:
-    """How often ``wait_credits_kernel`` looks at rank 1's credit, which stays as it is."""
+    """Return the number of polls of ``wait_credits_kernel`` for rank 1's credit, which does not change."""
     header = Header(void=void)
     header.own[CREDIT_WORDS + 1] = credit
     polls = 0
@@ -247,7 +247,7 @@ def polls_for_credit(credit: int, *, void: bool = False) -> int:
 
 
 def test_a_stream_stays_with_a_credit_that_it_gave_up(tmp_path: pathlib.Path) -> None:
-    """Copies behind it cannot look: until the peer has told that it is through, or for a while."""
+    """Copies cannot check the channel, so the stream waits for the peer, or for a fixed time."""
     given, told, neither = (polls_for_credit(credit) for credit in (6, -6, 5))
     assert given < 20 < told < neither - 90
     # void before it begins, it still knows who has finished
@@ -268,6 +268,5 @@ def test_a_kernel_that_goes_on_is_seen(file: str, credit: str, tmp_path: pathlib
 
 
 def test_the_names_of_arguments_are_not_made_up() -> None:
-    """The kernels that ran are those of the ops."""
     for op in OPS:
         assert seen(op).launch.name == f"{op}_kernel"

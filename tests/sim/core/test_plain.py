@@ -54,7 +54,6 @@ values = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all the way down."""
     if isinstance(one, (list, tuple)):
         pairs = zip(one, other, strict=True)
         return type(one) is type(other) and all(same(*pair) for pair in pairs)
@@ -88,7 +87,7 @@ def test_nothing_else_is_sent(value: Any) -> None:
 
 
 class Evil:
-    """What anybody who reaches a store or a socket may send."""
+    """A pickle from anyone who can reach a store or a socket."""
 
     def __reduce__(self) -> Any:
         return exec, ("import builtins; builtins.evil_has_run = True",)
@@ -140,7 +139,7 @@ PLACES = 0, recorder.MESSAGES, recorder.OTHERS, recorder.LOG
 
 
 def shown(records: list[recorder.RankRecord]) -> None:
-    """What is done with what was read."""
+    """Show the records as the command does."""
     for record in records:
         assert record.name in record.ranks and record.pid in record.pids
         dump.as_torch([record])
@@ -148,7 +147,7 @@ def shown(records: list[recorder.RankRecord]) -> None:
 
 
 def memory(data: bytes) -> None:
-    """``data`` in the memory of a record, at a place by its first byte."""
+    """Return ``data`` in a record's memory, at a place that its first byte chooses."""
     at = PLACES[data[0] % len(PLACES)] if data else 0
     region = REGION[:at] + data[1:] + REGION[at + len(data) - 1 :] if data else REGION
     shown([recorder.read_rank(region[: len(REGION)], 1, 0.0, "")])
@@ -205,7 +204,7 @@ many = b"t\xff\xff\xff\xff"
 
 @st.composite
 def damaged(draw: Any, valid: list[bytes]) -> bytes:
-    """A valid message with some bytes replaced, removed or put in."""
+    """Draw a valid message with some bytes replaced, removed or inserted."""
     data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -214,7 +213,7 @@ def damaged(draw: Any, valid: list[bytes]) -> bytes:
 
 
 def tried(data: bytes, decoders: dict[str, Callable[[bytes], Any]] = DECODERS) -> None:
-    """Every decoder returns, or says that it cannot read it; it runs nothing and takes little memory."""
+    """Every decoder must return or refuse the data, without running code or taking much memory."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     for name, decode in decoders.items():
@@ -252,7 +251,7 @@ def test_garbage_is_refused(kind: str, examples: int) -> None:
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_100000_damaged_ones_are_refused(kind: str) -> None:
-    """Twenty by one seed: hypothesis takes longer to draw one than all decoders to refuse it."""
+    """Each seed gives twenty: hypothesis needs longer to draw one than all decoders to refuse it."""
     decoders, valid = KINDS[kind]
 
     @settings(max_examples=5000, deadline=None)
@@ -267,7 +266,7 @@ def test_100000_damaged_ones_are_refused(kind: str) -> None:
 
 
 def test_who_takes_more_memory_is_found() -> None:
-    """The control of the limit, also where the reader makes another error of it."""
+    """This is the negative control of the limit, also for a reader that reports another error."""
 
     def greedy(data: bytes) -> None:
         try:
@@ -280,7 +279,6 @@ def test_who_takes_more_memory_is_found() -> None:
 
 
 def test_a_pickle_would_have_run() -> None:
-    """The control: this is code."""
     pickle.loads(pickle.dumps(Evil()))
     assert evil_has_run()
 
@@ -298,7 +296,7 @@ def test_a_signed_value_is_of_its_key_and_its_secret() -> None:
 
 
 def test_who_unpickles() -> None:
-    """A process and the children that it made itself; collectives of objects; nobody else."""
+    """Only a process that started its children itself, and collectives of objects, unpickle."""
     root = pathlib.Path(__file__).parents[3]
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")

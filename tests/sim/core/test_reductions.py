@@ -32,7 +32,7 @@ def piece(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def random_parts(dtype: torch.dtype, count: int, elements: int = ELEMENTS) -> list[torch.Tensor]:
-    """Parts of any bits, so with NaN and infinity; of modest values where the sum would drown."""
+    """Return parts of any bits, with NaN and infinity; sums get modest values."""
     generator = torch.Generator().manual_seed(count)
     if dtype == torch.bool:
         return [torch.rand(elements, generator=generator) < 0.6 for _ in range(count)]
@@ -61,7 +61,6 @@ def wrapped(value: int, dtype: torch.dtype) -> int:
 
 
 def whole_expected(op: str, parts: Sequence[torch.Tensor]) -> list[int]:
-    """By Python's integers."""
     dtype = parts[0].dtype
     steps: dict[str, Callable[[int, int], int]] = {
         "sum": operator.add,
@@ -84,7 +83,7 @@ def whole_expected(op: str, parts: Sequence[torch.Tensor]) -> list[int]:
 
 
 def floating_expected(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """By numpy, in fp32 or fp64 and in order; rounded to the dtype once."""
+    """Reduce by numpy in order, in fp32 or fp64, and round to the dtype once."""
     dtype = parts[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     values = [part.to(wide).numpy() for part in parts]
@@ -103,7 +102,7 @@ def floating_expected(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def complex_expected(op: str, parts: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
-    """By numpy in double precision: no order, no rounding to speak of."""
+    """Reduce by numpy in double precision, where order and rounding do not matter."""
     values = [part.to(torch.complex128).numpy() for part in parts]
     total = functools.reduce(np.multiply if op == "product" else np.add, values)
     return np.asarray(total / len(parts) if op == "avg" else total)
@@ -116,7 +115,7 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def folded(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reduction in poisoned memory; the parts must stay as they are."""
+    """Reduce in poisoned memory; the parts must not change."""
     before = [part.clone() for part in parts]
     output = torch.empty_like(parts[0])
     output.view(torch.uint8).fill_(0 if output.dtype == torch.bool else 0x5A)

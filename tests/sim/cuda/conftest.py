@@ -11,6 +11,6 @@ from tiers import few
 
 @pytest.fixture(params=few([0, 1, 8, 32], 0, 1))
 def connections(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The number of queues of every fake GPU which the test makes without saying one."""
+    """Return the number of hardware queues of each fake GPU that does not name one."""
     with replaced((fake_queues, "CONNECTIONS", request.param)):
         yield request.param

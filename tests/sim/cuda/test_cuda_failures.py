@@ -1,6 +1,6 @@
 """Ends of waits on a GPU that would not end by themselves: bounds, dead peers, aborts.
 
-On the fake GPU; the watchdog looks when it is told to.
+The GPU is the fake one, and its watchdog looks only when a test calls it.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from interlace.runtime.core.memory import Layout
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.places.gpu.process_place import Watchdog
 from interlace.runtime.places.gpu.stream import DeviceStream
+from interlace.runtime.tuning import tuning as auto
 from stand_ins import fake_host, fake_kernels, fake_queues
 from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
 from stand_ins.fake_host import gpu_ranks, look, own_place
@@ -46,13 +47,13 @@ def warm_up() -> None:
 
 
 def _limit_where_no_alarm_comes() -> None:
-    """In one queue it stands behind what follows a wait; the wait is bounded all the same."""
+    """With one queue the alarm is behind the next wait, but the wait is bounded."""
     if fake_queues.CONNECTIONS == 1:
         _limit(20)
 
 
 def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
-    """On two ranks; where no alarm comes, the wait says so in the end."""
+    """Run on two ranks; without an alarm the wait itself reports its timeout."""
     with contextlib.ExitStack() as stack:
         if fake_queues.CONNECTIONS == 1:
             stack.enter_context(
@@ -62,7 +63,6 @@ def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
 
 
 def _limit(polls: int) -> None:
-    """Bound the waits of this rank's channels."""
     place = own_place()
     for buffer in place.workspaces():
         place.header(buffer, place.rank)[SPIN_LIMIT_WORD] = polls
@@ -81,7 +81,7 @@ GAVE_UP = pytest.raises(CollectiveTimeoutError, match="timed out waiting for ran
 
 @gpu_ranks(2, raises=GAVE_UP, eager=0.0)
 def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
-    """Also where the alarm would stand behind the wait, in the one hardware queue that there is."""
+    """With one hardware queue the alarm would be after the wait that it must end."""
     warm_up()
     place = own_place()
     if place.rank == 1:
@@ -99,7 +99,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["fast polls", "slow polls"])
 def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
-    """Between the factors of docs/how-to/gpu/first-run.md times its estimate of a poll; here 100 us."""
+    """docs/how-to/gpu/first-run.md has the factors; a poll takes 100 us here."""
     text = " ".join(DOCUMENT.read_text().split())
     said = re.search(
         r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes are (\d+) to (\d+)\.", text
@@ -138,7 +138,9 @@ def test_a_new_timeout_bounds_waits_in_channels_that_are_there() -> None:
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_the_alarm_is_no_stream_of_another_group(pooled: bool) -> None:
-    """torch's pool has 32 streams of a priority, so that some group's would be it soon: the control."""
+    """torch's pool has 32 streams per priority, so that another group soon gets the same stream: the
+    control.
+    """
 
     def on_rank() -> None:
         groups = [interlace.new_group([0]) for _ in range(40)]
@@ -229,7 +231,7 @@ def test_the_first_failure_is_kept() -> None:
 
 
 def _let_run(gpu: FakeGpu, turns: int) -> None:
-    """Also where all that there is to do is to poll."""
+    """Continue even if only polls are left."""
     for _ in range(turns):
         gpu.run_some(1)
 
@@ -242,7 +244,7 @@ def _let_run(gpu: FakeGpu, turns: int) -> None:
 def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
     credit: int, linger: int, copied: bool
 ) -> None:
-    """After an abort, until the peer is through, or has had its time: copies cannot look whether to run."""
+    """Copies cannot check for an abort, so the stream waits for the peer, or for a fixed time."""
     gpu = FakeGpu(eager=0.0)
     seen: list[bool] = []
 
@@ -271,7 +273,7 @@ def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
 
 
 def _forgetful(wait: Any) -> Any:
-    """The stream does not note that what follows depends on what it waits for."""
+    """The mutant: the stream forgets the wait that the next work depends on."""
 
     def waiting(self: DeviceStream, *args: Any) -> None:
         wait(self, *args)
@@ -283,9 +285,8 @@ def _forgetful(wait: Any) -> Any:
 @pytest.mark.parametrize("stream_words", [True, False], ids=["words", "kernels"])
 @pytest.mark.parametrize("looks", [True, False], ids=["kernels signal", "streams signal"])
 def test_what_was_not_received_is_not_passed_on(stream_words: bool, looks: bool) -> None:
-    """A signal, the credit and the epoch behind a wait for data that was given up.
-
-    A stream that signals by itself cannot look; that it is seen to is the negative control.
+    """After a timed-out wait for data no signal, credit and epoch may be stored. A stream that signals by
+    itself cannot check this; it is the negative control.
     """
     gpu = FakeGpu(eager=0.0, stream_words=stream_words)
     fault = (DeviceStream, "wait", _forgetful(DeviceStream.wait))
@@ -327,10 +328,8 @@ def test_what_was_not_received_is_not_passed_on(stream_words: bool, looks: bool)
 def test_an_alarm_waits_for_nothing_but_a_queue(
     labels: list[str], stands_behind: bool, connections: int
 ) -> None:
-    """A future of an op that hangs holds a stream of the group's; not the one that ends the hang.
-
-    The control is one hardware queue. CUDA's own waits stand in it until they are over, kernels until
-    they begin. So what waits is a kernel, and has a bound.
+    """A future of an op that hangs holds a stream of the group, but not the alarm's stream. With a single
+    hardware queue, CUDA's waits would block the queue, so the waits are kernels with a bound.
     """
     gpu = FakeGpu(eager=0.0)
 
@@ -349,3 +348,132 @@ def test_an_alarm_waits_for_nothing_but_a_queue(
     hangs = connections == 1 and stands_behind
     with pytest.raises(DeviceHang, match=labels[0]) if hangs else contextlib.nullcontext():
         fake_host.run(on_rank, 1, gpu)
+
+
+def reduce(length: int, dtype: torch.dtype = torch.float32) -> None:
+    interlace.all_reduce(torch.ones(length, dtype=dtype))
+
+
+DIFFERS = pytest.raises(ValueError, match="shape of tensor differs between ranks")
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["unknown call", "known call"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_mismatch_is_named_though_nobody_waited(first: int, rank: int) -> None:
+    def on_rank() -> None:
+        reduce(4)
+        if first:
+            reduce(5)
+        torch.cuda.synchronize()
+        reduce(4)
+        reduce(5 if interlace.get_rank() == rank else 4)
+        for _ in range(3):
+            reduce(4)
+
+    with DIFFERS as caught:
+        fake_host.run(on_rank, 3, FakeGpu(eager=0.0))
+    text = str(caught.value)
+    assert f"rank {rank}" in text or "on rank 0" in text
+    assert "(5,)" in text and "(4,)" in text
+
+
+@gpu_ranks(2, raises=DIFFERS, eager=0.0)
+def test_a_mismatch_is_found_by_the_watchdog_of_a_rank_that_waits() -> None:
+    for length in (4, 5, 4):
+        reduce(length)
+    torch.cuda.synchronize()
+    reduce(5 if interlace.get_rank() else 4)
+    own_place().processes.exchange(b"", "all have called")
+    look()
+    own_place().check()
+
+
+# Small messages would be found to differ before the ranks can meet.
+IN_WORKSPACES = (auto, "LARGEST_LOW_LATENCY_BYTES", 0)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["", "a plan"])
+@gpu_ranks(
+    2,
+    IN_WORKSPACES,
+    raises=pytest.raises(ValueError, match=r"shape of tensor differs.*, True, False\]"),
+    eager=0.0,
+)
+def test_the_work_of_the_very_op_fails(known: bool) -> None:
+    """No later call and no watchdog is needed: the work fails after the peer has noted its call."""
+    place, rank = own_place(), interlace.get_rank()
+    for length in (4, 5, 4, 5, 4, 5) if known else (4, 5):
+        reduce(length)
+    torch.cuda.synchronize()
+    before = interlace.all_reduce(torch.ones(4), async_op=True)
+    assert before is not None
+    before.wait()
+    torch.cuda.synchronize()
+    assert before.is_success()
+    if rank:
+        place.processes.exchange(b"", "rank 0 has called")
+    work = interlace.all_reduce(torch.ones(5 if rank else 4), async_op=True)
+    assert work is not None
+    early = work.exception()
+    if rank == 0:
+        assert early is None and not work.is_completed()
+        place.processes.exchange(b"", "rank 0 has called")
+    place.processes.meet(None, "both have called")
+    found = [work.exception(), work.is_completed(), work.is_success()]
+    for wait in (work.wait, work.synchronize):
+        with pytest.raises(ValueError, match="shape of tensor differs"):
+            wait()
+    assert before.is_success() and before.exception() is None
+    place.processes.meet(None, "both have looked")
+    raise ValueError(repr(found))
+
+
+@gpu_ranks(raises=pytest.raises(CollectiveTimeoutError, match="the group failed"), eager=0.0)
+def test_works_fail_with_their_group() -> None:
+    place = own_place()
+    works = [interlace.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    seen, other = works
+    assert seen is not None and other is not None
+    assert seen.is_completed()
+    place.fail(CollectiveTimeoutError("the group failed"))
+    assert seen.is_success() and seen.exception() is None
+    assert isinstance(other.exception(), CollectiveTimeoutError)
+    assert other.is_completed() and not other.is_success()
+
+
+OTHER_OPS = pytest.raises(ValueError, match="ranks call different ops at the same time")
+
+
+@gpu_ranks(2, raises=OTHER_OPS, eager=0.0)
+def test_another_op_is_named() -> None:
+    reduce(4)
+    reduce(4)
+    if interlace.get_rank():
+        interlace.broadcast(torch.ones(4), 0)
+    else:
+        reduce(4)
+    reduce(4)
+
+
+@gpu_ranks(2, seed=4)
+def test_shards_may_change_their_length() -> None:
+    """Every call asks for the terms that may differ between ranks."""
+    rank = interlace.get_rank()
+    for lengths in ((8, 8), (8, 8), (8, 24), (16, 8), (8, 8)):
+        x = torch.full((lengths[rank], 8), rank + 1.0)
+        out = interlace.all_gather_matmul(x, torch.eye(8), algorithm="fused")
+        expected = torch.cat([torch.full((n, 8), r + 1.0) for r, n in enumerate(lengths)])
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(out, expected)
+
+
+@gpu_ranks(2, raises=pytest.raises(TypeError, match="must be a tensor, got str"), eager=0.0)
+def test_a_refused_call_is_told_to_those_who_went_on() -> None:
+    reduce(4)
+    reduce(4)
+    if interlace.get_rank():
+        interlace.all_reduce("no tensor")  # type: ignore[arg-type]
+    else:
+        reduce(4)
+        reduce(4)

@@ -39,7 +39,7 @@ ANY_NUMBER_OF_QUEUES = pytest.mark.usefixtures("connections")
 
 
 def in_place(name: str, *rest: Any, **options: Any) -> Callable[..., torch.Tensor]:
-    """A plain collective on a copy of ``x``; so few bytes take words with their flag by themselves."""
+    """Run a plain collective on a copy of ``x``; few bytes use words with flags by default."""
 
     def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -78,7 +78,7 @@ def gather_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return interlace.all_gather_grouped_matmul(x, each, [ROWS], algorithm="pipelined")[0]
 
 
-# what the whole output is, where every rank's input is filled with its value
+# the whole output, if every rank's input is filled with its value
 OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
     fused_gather: lambda values, rank: values,
     pipelined_gather: lambda values, rank: values,
@@ -114,9 +114,9 @@ def right(output: torch.Tensor, expected: list[float]) -> bool:
 
 
 def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
-    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right.
+    """Replay a graph of ``op`` with other inputs and eager calls between; return whether all was right.
 
-    It is captured from its plan, if it has one.
+    The graph is captured from the op's plan, if it has one.
     """
 
     def on_rank() -> bool:
@@ -175,7 +175,7 @@ def test_replays_of_virtual_ranks(op: Any) -> None:
 
 
 def test_virtual_ranks_replay_in_queues_of_their_own() -> None:
-    """A graph goes to the GPU whole, and not in step: a limit in docs/how-to/gpu/first-run.md."""
+    """A graph goes to the GPU as a whole: docs/how-to/gpu/first-run.md has this limit."""
     gpu = FakeGpu(5, connections=1)
     with pytest.raises(DeviceHang):
         run_virtual(replaying(gpu, fused_gather, 1), 2, gpu)
@@ -205,7 +205,7 @@ def test_two_graphs_in_turn() -> None:
 
 
 def _baked(self: DevicePlace, workspace: Any) -> Any:
-    """The host's count of ops goes into a captured graph."""
+    """The mutant: the host's count of ops is a constant of a captured graph."""
     finished = self._epochs[workspace.buffer.addresses[self.rank]]
     return self._stream_words(), finished + 1
 
@@ -217,7 +217,7 @@ def test_an_epoch_of_the_host_in_a_graph_is_found() -> None:
 
 
 def test_the_host_stops_counting_after_a_capture() -> None:
-    """Eager ops after a replay signal by kernels, which read the epoch where the replay left it."""
+    """Eager ops after a replay signal by kernels, which read the epoch of the replay."""
     gpu = FakeGpu(5)
     fake_host.run(replaying(gpu, all_to_all, 3), 2, gpu)
     written = gpu.words_written
@@ -227,7 +227,7 @@ def test_the_host_stops_counting_after_a_capture() -> None:
 
 
 def _waits_for_everything(self: DeviceStream, point: Any) -> None:
-    """The control of isolation: points of outside the capture are waited for."""
+    """The control of isolation: a capture waits for points outside of it."""
     self._waiting[(point.target[0], self.target()[1])] = point
 
 
@@ -294,7 +294,7 @@ def test_a_table_is_not_made_during_a_capture() -> None:
 
 @gpu_ranks(2, raises=pytest.raises(CudaError, match="unjoined work"), seed=5)
 def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture() -> None:
-    """As with torch's own: CUDA refuses to end a capture with work that never joined."""
+    """CUDA does not end a capture while a stream has not joined; torch's ops behave the same way."""
     x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
     asynchronous_gather(x, weight)
     torch.cuda.synchronize()

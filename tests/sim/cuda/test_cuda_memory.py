@@ -58,7 +58,7 @@ def torch_213_all_gather(store: Any, prefix: int, rank: int, world_size: int, va
 
 @pytest.mark.parametrize("all_gather", [torch_all_gather, torch_213_all_gather])
 def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
-    """Through a C++ store, so that the calls come from C++; ranks count their rounds differently."""
+    """The calls go through a C++ store, and ranks count their rounds differently."""
 
     def on_rank(host: ThreadHost) -> Any:
         rank, world_size = host.rank, host.world_size
@@ -78,8 +78,6 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
 
 
 def test_a_bare_process_group_finds_the_store() -> None:
-    """What torch resolves by name has the group's rank and size; it is gone after ``close``."""
-
     def on_rank(host: ThreadHost) -> tuple[int, int]:
         memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
         found = _c10d._resolve_process_group(memory._name)
@@ -95,7 +93,7 @@ def test_a_bare_process_group_finds_the_store() -> None:
 
 
 class FakeSymmetricMemory:
-    """torch's, by threads: the rounds of its rendezvous, and memory that all of them see."""
+    """torch's symmetric memory for threads: the rounds of its rendezvous, and shared memory."""
 
     def __init__(self) -> None:
         self.stores: dict[int, Any] = {}
@@ -142,7 +140,7 @@ def symmetric() -> Iterator[FakeSymmetricMemory]:
 
 
 def write_to_peers(buffer: Any, host: ThreadHost) -> list[list[int]]:
-    """Every rank writes its number to every rank; what a rank then has."""
+    """Write every rank's number to every rank; return this rank's memory."""
     for peer in range(host.world_size):
         buffer.peer_bytes[peer][host.rank] = 10 + host.rank
     host.exchange(b"", "written")
@@ -206,7 +204,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
 
 
 class FakeCupy:
-    """``cupy.cuda.runtime``, whose handles are addresses; what is allocated, open and freed."""
+    """``cupy.cuda.runtime`` with addresses as handles; it lists allocated, open and freed memory."""
 
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
@@ -321,7 +319,7 @@ def test_without_cupy_the_error_says_what_to_install() -> None:
 
 @pytest.fixture
 def devices() -> Iterator[list[str]]:
-    """Of each rank, the GPU that it has."""
+    """Return the GPU of each rank."""
     uuids = ["a", "b"]
 
     def properties(device: Any) -> SimpleNamespace:

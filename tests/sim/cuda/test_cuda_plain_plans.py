@@ -86,7 +86,7 @@ OPS: dict[str, Op] = {
 
 
 def small(most: int) -> Replacement:
-    """Messages of at most so many bytes go through words that carry their flag, others in workspaces."""
+    """Messages of at most this many bytes use words with flags, others use workspaces."""
     return auto, "LARGEST_LOW_LATENCY_BYTES", most
 
 
@@ -117,7 +117,7 @@ def test_repeated_calls_are_right(op: str, world_size: int, async_op: bool, word
 
 @gpu_ranks(2, small(32 << 10), seed=3)
 def test_words_that_have_grown_are_planned_anew() -> None:
-    """A plan through words that were outgrown would meet peers that are through the new ones."""
+    """A plan with the old words would meet peers that use the new words."""
     hits = []
     for call, length in enumerate((8, 8, 4096, 8, 8, 4096)):
         x = of_rank(call, interlace.get_rank(), length)
@@ -129,8 +129,6 @@ def test_words_that_have_grown_are_planned_anew() -> None:
 
 
 def test_ops_in_turn_and_without_waiting() -> None:
-    """Planned and not planned, pulled and pushed, with works that are waited for late."""
-
     def on_rank() -> None:
         rank, size = interlace.get_rank(), interlace.get_world_size()
         for call in range(8):
@@ -157,7 +155,7 @@ def test_ops_in_turn_and_without_waiting() -> None:
 
 
 def in_place_and_apart() -> None:
-    """The same shapes, first in place and then not, and where input and output overlap otherwise."""
+    """Return calls with equal shapes: in place, not in place, and with other overlaps."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for call in range(4):
         for op in (gathered_in_place, gathered, gathered_in_place):
@@ -223,7 +221,7 @@ def test_a_call_that_failed_leaves_no_plan_to_another() -> None:
 
 @gpu_ranks(2, IN_WORKSPACES, seed=3)
 def test_hooks_see_calls_that_are_planned() -> None:
-    """The plans go on behind the hooks, which look at results that are there."""
+    """A plan runs before the hooks look at its results."""
     rank, group, sums = interlace.get_rank(), default_group(), []
     behind = own_plans()
 

@@ -33,8 +33,6 @@ def inputs(call: int) -> list[torch.Tensor]:
 
 
 def fused(op: str, *, async_op: bool = False, **options: Any) -> Callable[..., Any]:
-    """The op by its kernel; what it gives, once it is waited for."""
-
     def call(*operands: Any) -> Any:
         result = getattr(interlace, op)(*operands, algorithm="fused", async_op=async_op, **options)
         return result.wait() if async_op else result
@@ -121,7 +119,7 @@ def test_repeated_calls_are_right(op: str, world_size: int) -> None:
 
 
 def repeated_calls(op: str, world_size: int, *faults: Replacement) -> None:
-    """Each is right; all but the first two, which make the plans of both workspaces, are planned."""
+    """All calls are right; all but the first two, which make the plans of both workspaces, are planned."""
     calls = 9
     # alone, the copy engine sends, and is not planned
     planned = calls - 2 if world_size > 1 or "gather" not in op else 0
@@ -142,7 +140,7 @@ def repeated_calls(op: str, world_size: int, *faults: Replacement) -> None:
 @pytest.mark.parametrize("op", NORMED)
 @gpu_ranks(2, seed=3)
 def test_repeated_norms_are_right(op: str) -> None:
-    """Of sums that are exact; fp8 keeps 4 bits."""
+    """The sums are exact; fp8 keeps 4 bits."""
     call_op, right_results = NORMED[op]
     for call in range(7):
         w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
@@ -199,7 +197,7 @@ def test_another_kind_of_call_is_not_taken_for_a_known_one() -> None:
 
 @gpu_ranks(2, seed=3)
 def test_arguments_that_share_memory_are_told_apart() -> None:
-    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
+    """A plan of a call with one tensor twice does not fit a call with two tensors."""
     rank = interlace.get_rank()
     squares = [data(50 + r, INNER, INNER) for r in range(2)]
     other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
@@ -240,7 +238,6 @@ def test_plans_go_when_workspaces_grow() -> None:
 
 @gpu_ranks(2, seed=3)
 def test_what_cannot_be_repeated_is_not_planned() -> None:
-    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
     x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
     for _ in range(4):
         interlace.all_gather_matmul(x, w, algorithm="pipelined")
@@ -251,7 +248,7 @@ def test_what_cannot_be_repeated_is_not_planned() -> None:
 
 
 def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
-    """A workspace that peers may still read is not pushed into, planned or not."""
+    """No call may push into a workspace that peers may still read."""
 
     def on_rank() -> None:
         rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
@@ -273,7 +270,7 @@ def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
 
 
 def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
-    """The addresses of the first call stay in the plan."""
+    """The mutant: the addresses of the first call stay in the plan."""
     return None
 
 

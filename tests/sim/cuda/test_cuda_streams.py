@@ -38,26 +38,25 @@ RUNS = pytest.mark.parametrize("run", [run_virtual, fake_host.run], ids=["virtua
 
 
 def seeded(seed: int) -> FakeGpu:
-    """One that hurries, or one that does not."""
     return FakeGpu(seed, eager=0.5 if seed % 2 else 0.05)
 
 
 def filled(gpu: FakeGpu, value: float, *shape: int) -> torch.Tensor:
-    """A tensor that gets its value on the current stream, some time."""
+    """Return a tensor that gets its value on the current stream later."""
     tensor = torch.full(shape, torch.nan)
     gpu.do(lambda: tensor.fill_(value))
     return tensor
 
 
 def read(gpu: FakeGpu, tensor: torch.Tensor) -> torch.Tensor:
-    """What ``tensor`` is at this point of the current stream."""
+    """Return the value of ``tensor`` at this point of the current stream."""
     copy = torch.empty_like(tensor)
     gpu.do(lambda: copy.copy_(tensor))
     return copy
 
 
 def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Ops of every kind, synchronous and not, on two streams of the caller; whether all was right."""
+    """Run ops of every kind on two streams of the caller; return whether all was right."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -107,7 +106,7 @@ def holds(seed: int, *faults: Replacement) -> bool:
 
 
 def grouped(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Grouped matmuls of other splits in every round, with gathered rows, asynchronous and not."""
+    """Run grouped matmuls with other splits in every round, with gathered rows, asynchronous and not."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -158,14 +157,13 @@ def test_results_are_right_whatever_runs_first(run: Any, seed: int) -> None:
 @pytest.mark.parametrize("world_size", few([2, 4, 7, 8], 4))
 @pytest.mark.parametrize("connections", [1, 8, 32])
 def test_streams_that_share_hardware_queues(run: Any, world_size: int, connections: int) -> None:
-    """Whatever stands in front of them there; and first uses wait for all that was enqueued."""
     gpu = FakeGpu(world_size, connections=connections)
     assert all(run(exercise(gpu), world_size, gpu))
     assert all(run(grouped(gpu), world_size, gpu))
 
 
 def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
-    """Products and sums by kernels of their own."""
+    """Run products and sums in two kernels."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -194,7 +192,7 @@ def test_products_and_sums_in_two_kernels(run: Any, connections: int) -> None:
 
 @contextlib.contextmanager
 def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
-    """All items of one rank before the next rank's first."""
+    """The mutant: all items of one rank come before the next rank's first."""
     with DevicePlace.launching(self):
         self._deferred = []
         try:
@@ -233,23 +231,23 @@ def test_without_stream_memory_operations() -> None:
 
 
 def _no_move(self: DeviceStream, point: Any) -> None:
-    """An op does not come after the one before it, on another CUDA stream."""
+    """The mutant: an op does not wait for the op before it on another CUDA stream."""
 
 
 def _late_start(self: DevicePlace, target: Any) -> None:
-    """The start of an op is recorded when the copy stream first asks for it."""
+    """The mutant: the start of an op is recorded at the copy stream's first use."""
 
 
 def _do_not_hold(self: DevicePlace, event: Any, waiting_for: str) -> None:
-    """``Work.wait()`` lets the caller's stream go on at once."""
+    """The mutant: after ``Work.wait()`` the caller's stream does not wait."""
 
 
 def _nothing_waited(self: DeviceStream, event: Any) -> None:
-    """A stream does not wait for events."""
+    """The mutant: a stream does not wait for events."""
 
 
 def _kept_nowhere(self: DevicePlace, *used: Any) -> None:
-    """Nobody holds what an asynchronous op works with."""
+    """The mutant: no object holds the memory of an asynchronous op."""
 
 
 FAULTS = [
@@ -265,7 +263,7 @@ def test_a_fault_in_the_order_is_found(fault: Replacement) -> None:
 
 
 def _last_word(self: DeviceStream, point: Any) -> None:
-    """Of two points in one stream the one that was mentioned last is waited for, not the later one."""
+    """The mutant: of two points in one stream the last mentioned one is awaited, not the later one."""
     self._waiting[point.target] = point
 
 
@@ -291,8 +289,6 @@ def test_of_two_points_in_a_stream_the_later_one_counts(faults: list[Replacement
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_eager_ops_is_kept_across_a_capture(seed: int) -> None:
-    """The op after a capture comes after the one before it, though that was on another stream."""
-
     def ops() -> None:
         group, x, y = default_group(), torch.zeros(8), torch.zeros(8)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -307,7 +303,7 @@ def test_the_order_of_eager_ops_is_kept_across_a_capture(seed: int) -> None:
 
 
 def test_a_start_that_is_recorded_late_would_hang() -> None:
-    """The copy stream would wait for a kernel that waits for the peers' copy streams."""
+    """The copy stream would wait for a kernel that waits for the copy streams of peers."""
 
     def ops() -> None:
         group, layout = default_group(), Layout()
@@ -371,7 +367,7 @@ def test_memory_is_given_up_when_the_op_was_waited_for(eager: float) -> None:
         torch.cuda.synchronize()
         gc.collect()
         assert memory.expired()
-        # of one that nobody waits for: when it has ended, at the next
+        # without a wait: at the next op after its end
         y = torch.ones(64, 16)
         memory = StorageWeakRef(y.untyped_storage())
         interlace.all_gather_matmul(y, torch.eye(16), algorithm="fused", async_op=True)
@@ -391,7 +387,7 @@ def test_memory_is_given_up_when_the_op_was_waited_for(eager: float) -> None:
     eager=0.0,
 )
 def test_what_the_host_dropped_is_not_used_later() -> None:
-    """The fake allocator's own control: memory of another stream that nobody holds."""
+    """This is the control of the fake allocator."""
     interlace.all_gather_matmul(torch.ones(64, 16), torch.eye(16), algorithm="fused", async_op=True)
     gc.collect()
     fake_gpu().synchronize()

@@ -28,7 +28,7 @@ ALGORITHMS = ["auto", "copy", "kernel"]
 
 
 def forms(*names: str) -> Any:
-    """Every form by every algorithm. What "auto" is does not depend on the form, so it has the first."""
+    """Return every form with every algorithm; "auto" does not depend on the form, so it has the first."""
     each = [(form, algorithm) for form in names for algorithm in ALGORITHMS[1:]]
     return pytest.mark.parametrize(("form", "algorithm"), [(names[0], "auto"), *each])
 
@@ -40,7 +40,6 @@ POISON = -77.0
 def run_op(
     op: str, start: Callable[[Engine, Call], Any], algorithm: str = "auto", **call: Any
 ) -> None:
-    """Run one op on the caller's default group, to its end."""
     communicator = default_group()
     assert isinstance(communicator.engine, StreamEngine)
     made = Call(op, (("algorithm", algorithm),), **call)
@@ -48,7 +47,7 @@ def run_op(
 
 
 def payload(length: int, *key: int) -> torch.Tensor:
-    """Numbers that say where they come from, small enough for exact sums."""
+    """Return numbers that identify their source, and are small enough for exact sums."""
     base = 0
     for part in key:
         base = base * 7 + part + 1
@@ -86,9 +85,9 @@ cases = pytest.mark.parametrize(
 
 
 def on_ranks(world: int = 2, seeds: int = 2) -> Callable[[Callable[..., None]], Any]:
-    """The body of a test runs on the ranks of a world, in so many orders of their steps.
+    """Run a test's body on the ranks of a world, in this many orders of their steps.
 
-    A parameter of the test named ``world`` counts instead.
+    A parameter of the test named ``world`` replaces the number of ranks.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -205,7 +204,7 @@ def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> Non
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
 @on_ranks(3, seeds=6)
 def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm: str) -> None:
-    """Several programs: one may sum a block before another has sent what lies there."""
+    """One program may sum a block before another program has sent the data in its place."""
     rank = interlace.get_rank()
     inputs = list(torch.cat([payload(16, owner, rank) for owner in range(3)]).split(16))
     output = inputs[rank - 1]
@@ -240,7 +239,6 @@ GROUPS = [[0, 1], [3, 2], [3, 0, 2], [0, 1, 2, 3], [1]]
 
 @on_ranks(4, seeds=1)
 def test_groups_at_once() -> None:
-    """Groups that overlap, one of which has its ranks in another order, and a group of a group."""
     rank, pending = interlace.get_rank(), []
     groups = [(interlace.new_group(ranks), ranks) for ranks in GROUPS]
     if rank in GROUPS[2]:

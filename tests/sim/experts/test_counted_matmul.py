@@ -97,8 +97,6 @@ def test_lopsided_routing(routing: str) -> None:
 
 @thorough
 def test_no_races_whoever_is_slow() -> None:
-    """Routing changes from call to call, and a rank falls behind."""
-
     def layer() -> None:
         rank, size = interlace.get_rank(), interlace.get_world_size()
         for call in range(3):
@@ -113,8 +111,6 @@ def test_no_races_whoever_is_slow() -> None:
 
 
 def test_what_it_brings_goes_home() -> None:
-    """By its handle: products of rows to the rows, or, with the tokens' experts, to the tokens."""
-
     def layer() -> Any:
         rank = interlace.get_rank()
         x, idx = torch.full((2, 4), 1.0 + rank), torch.tensor([[1, 0], [1, -1]])
@@ -160,7 +156,7 @@ READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "_
 
 @contextlib.contextmanager
 def noted_reads() -> Iterator[set[str]]:
-    """Within it, the functions of ops and tests that read a tensor on the host."""
+    """Note the functions of ops and tests that read a tensor on the host."""
     seen: set[str] = set()
 
     def noting(name: str) -> Any:
@@ -181,7 +177,6 @@ def noted_reads() -> Iterator[set[str]]:
 
 
 def counted_layer(algorithm: str) -> None:
-    """Two ops whose counts are on the device."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     x, idx, w = tokens(rank, torch.float32), chosen(rank, world_size), weights(rank)
     m, eye = matrices(world_size).float()[own(rank)], torch.eye(HIDDEN).expand(2, HIDDEN, HIDDEN)
@@ -198,7 +193,7 @@ CHECKS = {"check_numbers", "checked_segments", "check_experts", "assigned"}
 
 
 def test_no_count_is_read() -> None:
-    """But to be checked, which a GPU's are not; torch's algorithms read them."""
+    """Only checks and torch's algorithms may read counts."""
     with noted_reads() as seen:
         interlace.run(counted_layer, 2, "fused")
     assert seen == CHECKS
@@ -245,10 +240,10 @@ def test_misuse_of_one_rank_is_named_on_all(changes: dict[str, Any], text: str) 
 
 @given(st.lists(SIZES, min_size=3, max_size=3), st.sampled_from([16, 32]), st.integers(0, 20))
 def test_sends_are_those_of_known_counts(counts: list[list[int]], chunk: int, more: int) -> None:
-    """Rows, chunks and their order; they lie by source, and no two chunks of a rank share a slot."""
+    """Rows, chunks and their order are equal, and no two chunks of a rank share a slot."""
     most = max(1, *map(sum, counts)) + more
     sizes = CountedSizes(most, chunk, 3, 2)
-    slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # those of counts and of the table
+    slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # slots of counts and of the table
     for rank in range(3):
         routes = Routes(
             rank, tuple(map(tuple, counts)), tuple((2 * r, 2 * r + 2) for r in range(3))
@@ -266,6 +261,6 @@ def test_sends_are_those_of_known_counts(counts: list[list[int]], chunk: int, mo
 
 
 def test_numbers_that_are_wrong_stay_within_the_rows() -> None:
-    """What a GPU's host does not check."""
+    """The host cannot check counts of a GPU."""
     assert rows_sent(torch.tensor([2, -1, 9, 1]), 5).tolist() == [2, 0, 3, 0]
     assert experts_of(torch.tensor([1, 0, 2]), 4).flatten().tolist() == [0, 2, 2, -1]

@@ -1,7 +1,7 @@
 """Dispatch, combine, grouped matmul + combine on simulated ranks: any routing, dtype and schedule.
 
-Every call runs on poisoned workspaces and outputs. What is moved is compared bit by bit, what is multiplied
-with the bound of ``interlace.reference``.
+Every call runs on poisoned workspaces and outputs. Moved data is compared bit by bit, and products with the
+bound of ``interlace.reference``.
 """
 
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass
 class Case:
-    """``tokens`` by rank; ``each`` experts of every rank; ``topk`` slots, some of them without one."""
+    """``tokens`` by rank, ``each`` experts on every rank, and ``topk`` slots, some without an expert."""
 
     tokens: list[int]
     each: int = 2
@@ -80,7 +80,7 @@ class Case:
         return Assignment(self.idx(rank), self.experts, self.world, bound)
 
     def rows(self, expert: int) -> list[tuple[int, int, int]]:
-        """(source, token, slot) of the rows of an expert, in their order."""
+        """Return (source, token, slot) of an expert's rows, in their order."""
         found = []
         for source in range(self.world):
             here = (self.idx(source) == expert) & (self.chosen(source).position >= 0)
@@ -88,7 +88,6 @@ class Case:
         return found
 
     def own(self, rank: int) -> slice:
-        """The experts of a rank."""
         return slice(rank * self.each, (rank + 1) * self.each)
 
 
@@ -106,7 +105,6 @@ def dispatched(case: Case) -> Any:
 
 
 def moved(case: Case) -> Any:
-    """Dispatch, then combine of the rows as they are."""
     received, handle = dispatched(case)
     return received, experts.combine(received.x, handle, algorithm=case.algorithm)  # type: ignore[call-overload]
 
@@ -144,7 +142,7 @@ def check_moved(case: Case) -> None:
 
 
 def multiplied(case: Case) -> Any:
-    """Of rows that a dispatch has brought: by its handle, or, if nothing is dropped, by their splits."""
+    """Multiply the rows of a dispatch by its handle, or, if no row is dropped, by their splits."""
     rank = interlace.get_rank()
     own, bias = case.own(rank), case.biases()
     received, handle = dispatched(replace(case, algorithm="unfused"))
@@ -250,7 +248,7 @@ SMALL = {
 
 @pytest.mark.parametrize("run", [moved, multiplied])
 def test_bits_do_not_depend_on_timing(run: Any) -> None:
-    """Nor on who is slow, nor, of what is only moved, on the algorithm."""
+    """If data is only moved, bits do not depend on the algorithm either."""
     found = []
     for seed, slow in ((1, 0), (2, 2)):
         with override(**SMALL), starved(slow_rank(slow)):
@@ -263,8 +261,6 @@ def test_bits_do_not_depend_on_timing(run: Any) -> None:
 
 
 def test_placement_of_experts_does_not_change_bits() -> None:
-    """The same tokens and experts on one rank and on three."""
-
     def on_rank(case: Case) -> torch.Tensor:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
         x = torch.cat([case.x(r) for r in range(3)]).chunk(world_size)[rank]
@@ -365,7 +361,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] =
 )
 @ranks(2, place="sim")
 def test_misuse_of_one_rank_is_named_on_all(form: str, number: int) -> None:
-    """Before anything moves."""
     call, right, refused = CALLS[form]
     check_refused(call, right, *refused[number])
 
@@ -401,7 +396,6 @@ def test_combine_needs_all_rows() -> None:
 @pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
 @ranks(3, place="sim")
 def test_gradients(how: str) -> None:
-    """Compared with one process's autograd."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     case = Case([5, 0, 9][:world_size], topk=3, hidden=8, columns=4, dtype=F64, seed=5)
     ups, downs = case.weight(), noise(8, 5, (case.experts, 4, 8), F64)
@@ -460,7 +454,7 @@ def test_a_rank_without_tokens_sends_fp8(algorithm: Any) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @ranks(2, place="sim")
 def test_the_weight_of_a_slot_without_a_row_is_not_looked_at(algorithm: Any) -> None:
-    """It has no expert, or its expert is full."""
+    """The slot has no expert, or its expert is full."""
     idx = torch.tensor([[0, -1], [-1, -1], [0, 1]])
     weights = torch.tensor([[2.0, torch.nan], [torch.nan, torch.inf], [torch.nan, 3.0]])
     how: Any = {"capacity": 1, "algorithm": algorithm}
@@ -486,7 +480,7 @@ def test_experts_may_be_integers_of_any_width(dtype: Any) -> None:
 
 
 def test_products_whose_counts_stay_on_the_device() -> None:
-    """As those of the host's counts, with their gradients: torch's grouped matmul runs here, too."""
+    """The reference has its counts on the host."""
     called: list[int] = []
 
     def grouped(*tensors: torch.Tensor) -> bool:
@@ -589,14 +583,13 @@ def test_a_missing_signal_is_found(run: Any, without: str) -> None:
         assert races(run, 2, seeds=1).clean is not bool(without)
 
 
-# -- who goes where ------------------------------------------------------------------------------------
+# -- places of rows ------------------------------------------------------------------------------------
 
 CHOICES = st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=7)
 
 
 @given(CHOICES, st.sampled_from([0, 1, 2]))
 def test_assignments(choices: list[list[int]], capacity: int) -> None:
-    """Also where a token names an expert twice."""
     idx = torch.tensor(choices, dtype=torch.int64).view(-1, 2)
     chosen = Assignment(idx, 6, 3, capacity)
     flat = idx.flatten().tolist()

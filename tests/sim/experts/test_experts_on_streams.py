@@ -20,7 +20,7 @@ TOKENS, TOPK = 6, 2
 
 
 def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
-    """Rows of other numbers in every round, several ops in flight."""
+    """Run several ops in flight, with other numbers of rows in every round."""
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -80,7 +80,7 @@ Gpus = Callable[..., FakeGpu]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """By a seed the stand-in, which is installed."""
+    """Install the stand-in of this seed."""
     return lambda seed, eager: install(monkeypatch, FakeGpu(seed, eager=eager))
 
 
@@ -98,7 +98,7 @@ def test_whatever_runs_first(run: Any, seed: int, gpus: Gpus) -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
 @pytest.mark.parametrize("bound", [{}, {"num_max_rows_per_rank": 4}], ids=["splits", "bound"])
 def test_a_lone_rank_waits_for_its_caller(run: Any, bound: Any, algorithm: str, gpus: Gpus) -> None:
-    """No collective comes first, which would hold the products until rows are there."""
+    """No collective comes first that would delay the products until the rows are there."""
     gpu = gpus(0, 0.05)
 
     def on_rank() -> bool:
@@ -122,7 +122,7 @@ ROUNDS, KNOWN = 8, 4
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[str]]:
-    """What makes a host wait where ``of.this`` is set: reads of tensors, messages of others."""
+    """Make the host wait if ``of.this`` is set: in reads of tensors, and in messages of others."""
     of, seen = threading.local(), []
 
     def noted(owner: type, name: str) -> None:
@@ -175,7 +175,6 @@ def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, gpus: Gpus) -> None:
-    """Also after a dispatch without a bound, whose numbers of tokens all ranks know."""
     of, seen = held_up
     gpus(3, 0.0)
 
@@ -203,7 +202,6 @@ def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, 
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(
     kind: str, world_size: int, held_up: Any, gpus: Gpus
 ) -> None:
-    """With a bound of tokens: whatever the routing is, and though ranks have other numbers of tokens."""
     of, seen = held_up
     gpus(3, 0.0)  # which does nothing while a host enqueues
 
@@ -223,7 +221,7 @@ def test_the_host_waits_for_nothing_when_a_call_is_repeated(
             results = layer(x, idx, kind)
             of.this = False
             torch.cuda.synchronize()
-            times = (idx + 1).sum(1, keepdim=True)  # of the slot without an expert 0
+            times = (idx + 1).sum(1, keepdim=True)  # 0 for the slot without an expert
             if not torch.equal(sum(results), x * times):  # type: ignore[arg-type]
                 wrong.append(number)
         assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""Handles of dispatches: ranks that take those of different ones are told, all of them."""
+"""Handles of dispatches: if ranks use handles of different dispatches, all ranks raise."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
 
 CHOSEN = torch.tensor([[0, 1], [1, -1]])
-OTHERS = CHOSEN.flip(1)  # of equal shapes
+OTHERS = CHOSEN.flip(1)  # equal shapes
 TEXT = "the dispatch of the handle, counted back, differs between ranks: 0 on rank 0, 1 on rank 1"
 
 
@@ -43,7 +43,6 @@ def multiplied(pair: Any, recorded: bool = False) -> Any:
 def test_handles_of_different_dispatches_are_an_error_on_all(
     op: Any, recorded: bool, bound: int | None
 ) -> None:
-    """The group goes on."""
     pairs = [dispatched(chosen, bound) for chosen in (CHOSEN, OTHERS)]
     assert op(pairs[1], recorded)[:, 0].tolist() == [2.0, 1.0]
     with pytest.raises(ValueError, match=TEXT):
@@ -63,7 +62,7 @@ def test_those_of_a_grouped_matmul_count_too() -> None:
 
 @ranks(2, place="sim")
 def test_one_that_was_refused_counts_on_all() -> None:
-    """Else the ranks that it was refused by were one behind from then on."""
+    """Otherwise the ranks that refused it would be one dispatch behind."""
     pair, rank = dispatched(CHOSEN), interlace.get_rank()
     for how in ({}, {"async_op": True}):
         with pytest.raises(ValueError, match="topk_idx has 2 rows, x has 3"):
@@ -79,7 +78,7 @@ def test_one_that_was_refused_counts_on_all() -> None:
 
 @ranks(2, place="sim")
 def test_who_has_a_functional_handle_says_nothing_and_is_not_told() -> None:
-    """As a compiled graph's; ranks may have compiled differently."""
+    """A compiled graph has such handles, and ranks may have compiled different graphs."""
     there = functional if interlace.get_rank() else experts
     pair = there.dispatch(torch.ones(2, 4), CHOSEN, None, 2)
     assert (multiplied(pair) + combined(pair))[:, 0].tolist() == [4.0, 2.0]
@@ -124,7 +123,7 @@ def test_old_handles_are_no_new_message_each_time() -> None:
 def test_processes_on_gpus_are_told_though_nobody_waited(
     swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what they have noted: both calls were made before, and come from plans."""
+    """Both calls were made earlier and are plans."""
     install(monkeypatch, FakeGpu(3))
 
     def on_rank() -> None:
@@ -196,7 +195,6 @@ def by_rows(op: str, rows: torch.Tensor, handle: Any) -> Any:
 )  # fmt: skip
 @ranks(2, place="sim")
 def test_rows_of_low_latency_have_the_shape_that_they_came_in(op: str) -> None:
-    """Others were read at other experts' places. All ranks are told, and the next call goes on."""
     rank = interlace.get_rank()
     given: Any = torch.full((2, 4), 1.0 + rank), torch.tensor([[0, 1], [2, 3]]), 2, 4
     received, handle = experts.low_latency_dispatch(*given, use_fp8=False)

@@ -1,21 +1,28 @@
-"""Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
+"""Gradients of functional and fused ops against plain torch; backwards of simulated ranks in engines."""
 
+import ctypes
 import re
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace import functional, nn
 from interlace.functional import wait
+from interlace.nn import column_parallel_linear, row_parallel_linear
 from interlace.nn.functional import context_parallel_attention
+from interlace.runtime.core.errors import DeadlockError, InterlaceError
 from multi.functional.op_cases import TABLE, flat, reference
 from ranks import ranks
-from support import failure
+from support import failure, noise, schedule_digest
+from tiers import few
 
 Tensor = torch.Tensor
 
@@ -24,7 +31,7 @@ REAL = re.compile(r"matmul|norm|=max|=min")
 
 
 def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
-    """First and second ones, of complex numbers, too."""
+    """Return first and second gradients, also of complex numbers."""
     loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
     first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
     parts = [(each * each).imag if each.is_complex() else each * each for each in first]
@@ -65,7 +72,7 @@ def test_complex_numbers() -> None:
 def test_second_gradients(place: str) -> None:
     rank, size = interlace.get_rank(), interlace.get_world_size()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # in processes, too
+        warnings.simplefilter("error")  # also in processes
         for case in TABLE:
             everyone = [
                 [each.requires_grad_() for each in case.inputs(of, size)] for of in range(size)
@@ -121,7 +128,7 @@ def test_what_has_no_second_gradients_says_so(place: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_the_second_derivative_of_a_product_with_zeros(dtype: torch.dtype) -> None:
-    """Against that of ``torch.prod``; a column has no zero, one, or two."""
+    """The reference is ``torch.prod``; a column has zero, one or two zeros."""
     every = torch.tensor([[2, 3, 0], [0, 5, 0], [4, 7, 6]], dtype=dtype)
     if dtype.is_complex:
         every = every * torch.tensor([[1j], [1 + 1j], [2 - 1j]])
@@ -152,7 +159,7 @@ def test_a_lone_rank() -> None:
 
 
 def test_ranks_take_turns_in_many_orders() -> None:
-    """Each rank's graph has several ops under way; the order of the seed changes nothing."""
+    """Each rank's graph has several ops in flight, in the order of the seed."""
 
     def case() -> list[float]:
         x = torch.arange(1.0, 4.0).add(interlace.get_rank()).requires_grad_()
@@ -162,7 +169,7 @@ def test_ranks_take_turns_in_many_orders() -> None:
         assert x.grad is not None
         return x.grad.tolist()
 
-    # y = 3 * sum(x), gathered twice on both ranks, of which the parts are those of rank 1
+    # y = 3 * sum(x) is gathered twice on both ranks; these are the parts of rank 1
     total = torch.arange(1.0, 4.0) * 2 + 1
     right = (3 * 3 * total * 4).tolist()
     for seed in range(4):
@@ -172,7 +179,7 @@ def test_ranks_take_turns_in_many_orders() -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
 @ranks(place="sim")
 def test_columns_that_are_scattered_have_gradients(algorithm: Any) -> None:
-    """The gradient is gathered along what a matmul sums, which not every algorithm can."""
+    """The gradient is gathered along the dimension that a matmul sums. Some algorithms cannot do this."""
     rank = interlace.get_rank()
     x = torch.full((2, 3), 1.0 + rank, requires_grad=True)
     w = torch.ones(3, 5, requires_grad=True)
@@ -246,7 +253,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 @pytest.mark.parametrize("op", CALLS)
 @ranks(3, place="sim")
 def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> None:
-    """By the forward, and the group goes on: a rank's backward would wait for those that have none."""
+    """A rank's backward would wait for ranks that have no backward."""
     what, call = CALLS[op]
     text = f"^{op.split(',')[0]}: the set of inputs that require a gradient differs between ranks: "
     for odd, recording in ((2, True), (0, False)):
@@ -287,7 +294,7 @@ BIASED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks(3)
 def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
-    """Theirs are of the own rows, and need no other rank; results are those without a gradient."""
+    """The gradient of a bias needs only the rank's rows."""
     for op, call in BIASED.items():
         gradients = []
         for learning in (interlace.get_rank() == 1, True):
@@ -306,7 +313,6 @@ def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
-    """Of the input, of weights and biases, where the gathered input and an activation are used, too."""
     lengths = [3, 0, 5]
     how: Any = {"return_gathered": True, "activation": ["relu", None], "algorithm": algorithm}
     if dim == 2:
@@ -344,7 +350,6 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_second_derivatives_of_unequal_shards(dim: int) -> None:
-    """Of the input and the weight of a gather; the gradient of each is an op that is recorded, too."""
     lengths = [2, 0, 3]
     torch.manual_seed(0)
     of_rank = [torch.randn((n, 4) if dim == 0 else (4, n)).double() for n in lengths]
@@ -370,7 +375,6 @@ def test_second_derivatives_of_unequal_shards(dim: int) -> None:
 
 @ranks(3, place="sim")
 def test_unequally_many_rows_of_experts_have_gradients() -> None:
-    """Ranks have 0, 1 and 2 rows, and use those of all times 1, 2 and 3."""
     rank = interlace.get_rank()
     rows, weight = torch.ones(rank, 4).requires_grad_(), torch.ones(1, 4, 2, requires_grad=True)
     output, _ = interlace.all_gather_grouped_matmul(rows, weight, [rank])
@@ -381,7 +385,6 @@ def test_unequally_many_rows_of_experts_have_gradients() -> None:
 
 @ranks(3, place="sim")
 def test_a_call_with_a_gradient_is_one_op() -> None:
-    """Its ranks agree once, as without a gradient; hooks see each op that they agree on."""
     seen: list[str] = []
     group, weight = interlace.new_group(), torch.ones(4, 2, requires_grad=True)
     calls: dict[str, Callable[[], Any]] = {
@@ -427,7 +430,6 @@ def test_who_waits_without_recording_has_the_history_of_the_call() -> None:
 def test_weights_that_do_not_fit_unequal_shards_are_refused(
     dim: int, rows: list[int], text: str
 ) -> None:
-    """On all ranks, and the group goes on."""
     rank = interlace.get_rank()
     shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
     with pytest.raises(ValueError, match=text):
@@ -476,3 +478,207 @@ def test_transforms_are_refused_after_a_backward_too() -> None:
     interlace.run(backward, 2)
     with pytest.raises(interlace.InterlaceError, match=r"torch\.func .* is not supported"):
         interlace.run(mapped, 2)
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is summed over ranks; ``broken`` ranks raise there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, broken: tuple[int, ...] = ()) -> torch.Tensor:
+        ctx.broken = broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if interlace.get_rank() in ctx.broken:
+            raise ZeroDivisionError("broken")
+        total = grad.clone()
+        interlace.all_reduce(total)
+        return total, None
+
+
+def left_behind() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "backward"]
+
+
+@ranks(3, place="sim")
+def test_many_nodes_side_by_side_find_their_ranks() -> None:
+    rank = interlace.get_rank()
+    x = torch.full((2,), 1.0 + rank, requires_grad=True)
+    branches = [Summed.apply(x * (i + 1 + rank)) for i in range(5)]
+    torch.stack(branches).square().sum().backward()
+    sums = [sum(2 * (1 + r) * (i + 1 + r) for r in range(3)) for i in range(5)]
+    expected = sum((i + 1 + rank) * total for i, total in enumerate(sums))
+    assert x.grad is not None and x.grad.tolist() == [float(expected)] * 2
+
+
+def test_the_same_seed_is_the_same_order() -> None:
+    def case() -> str:
+        x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
+        (y,) = column_parallel_linear(x, [torch.ones(3, 4)], group=None)
+        row_parallel_linear(y, torch.ones(2, 3), group=None).sum().backward()
+        return schedule_digest()
+
+    first = interlace.run(case, 2, seed=5)
+    assert interlace.run(case, 2, seed=5) == first
+    assert interlace.run(case, 2, seed=6) != first
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("world_size", few([1, 2, 3], 1, 3))
+def test_recomputed_activations(use_reentrant: bool, world_size: int) -> None:
+    def case() -> None:
+        calls = []
+        x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
+        weight = noise(0, 2, (3, 4)).requires_grad_()
+
+        def layer(given: torch.Tensor) -> torch.Tensor:
+            calls.append(torch.is_grad_enabled())
+            y = torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
+            return torch.sin(functional.reduce_scatter(y @ weight))
+
+        expected = torch.autograd.grad(layer(layer(x)).sum(), [x, weight])
+        del calls[:]
+        y = checkpoint(layer, x, use_reentrant=use_reentrant)
+        checkpoint(layer, y, use_reentrant=use_reentrant).sum().backward()
+        assert calls == [not use_reentrant] * 2 + [True] * 2
+        assert torch.equal(x.grad, expected[0])
+        torch.testing.assert_close(weight.grad, expected[1])  # a sum over layers, in another order
+
+    for seed in range(2):
+        interlace.run(case, world_size, seed=seed)
+    assert not left_behind()
+
+
+def test_hooks_on_saved_tensors_are_those_of_their_rank() -> None:
+    def case() -> bool:
+        packed = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append(tensor)
+            return tensor
+
+        rank = interlace.get_rank()
+        x = torch.ones(2, requires_grad=True)
+        if rank == 0:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                interlace.barrier()
+                interlace.barrier()
+                y = x * x
+            assert len(packed) == 2
+        else:
+            interlace.barrier()
+            y = x * x
+            interlace.barrier()
+        y.sum().backward()
+        return len(packed) == (2 if rank == 0 else 0)
+
+    assert interlace.run(case, 3) == [True] * 3
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_is_ended_under_hooks_takes_its_own_away() -> None:
+    def case() -> None:
+        if interlace.get_rank() == 0:
+            raise ZeroDivisionError("broken")
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            interlace.barrier()
+
+    for seed in range(3):
+        assert isinstance(failure(case, 3, seed=seed), ZeroDivisionError)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+
+
+def test_what_cannot_wait_in_backward_says_so() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        (y,) = column_parallel_linear(x.view(1, 2), [torch.ones(2, 2)], group=None)
+        x.register_hook(lambda grad: interlace.barrier())
+        y.sum().backward()
+
+    error = failure(case, 2)
+    assert isinstance(error, InterlaceError) and not isinstance(error, DeadlockError)
+    assert "as in hooks of tensors" in str(error) and not left_behind()
+
+
+def test_nothing_is_left_behind() -> None:
+    def case() -> list[Any]:
+        x = torch.ones(2, requires_grad=True)
+        Summed.apply(x * 2).sum().backward()
+        return [weakref.ref(x)]
+
+    assert [each[0]() for each in interlace.run(case, 2)] == [None] * 2 and not left_behind()
+
+
+def test_an_error_in_backward_is_the_error_of_its_rank() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        Summed.apply(x * 2, (1,)).sum().backward()
+
+    error = failure(case, 2)
+    assert isinstance(error, ZeroDivisionError) and "rank 1" in str(error)
+    assert not left_behind()
+
+
+def test_a_rank_that_never_comes_is_a_deadlock() -> None:
+    def case() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = Summed.apply(x * 2)
+        if interlace.get_rank() == 0:
+            y.sum().backward()
+        else:
+            interlace.recv(torch.ones(1), 0)
+
+    error = failure(case, 2)
+    assert isinstance(error, (DeadlockError, ValueError)), error
+    assert not left_behind()
+
+
+def test_an_engine_ends_with_its_rank() -> None:
+    """Ctrl-C may end a rank while it serves its engine."""
+
+    rank = threading.get_ident()
+
+    def interrupt(grad: torch.Tensor) -> None:  # in the engine's thread; the rank waits for it
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(rank), ctypes.py_object(KeyboardInterrupt)
+        )
+
+    def case() -> None:
+        y = Summed.apply(torch.ones(2, requires_grad=True))
+        y.register_hook(interrupt)  # and the engine comes to a node of Python next
+        y.sum().backward()
+
+    with pytest.raises(KeyboardInterrupt):
+        interlace.run(case, 2)
+    assert not left_behind()
+
+
+def test_an_error_leaves_no_gradients_behind() -> None:
+    """Gradients in the queue of an ended engine would be freed after Python, and abort it."""
+    notes: dict[int, list[weakref.ref[Any]]] = {0: [], 1: []}
+
+    class Many(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return torch.stack(inputs).sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            grads = [grad.clone() for _ in range(9)]
+            for each in grads[:8]:  # the last is in the frame of the error
+                each.note = Note()  # type: ignore[attr-defined]
+                notes[interlace.get_rank()].append(weakref.ref(each.note))  # type: ignore[attr-defined]
+            return tuple(grads)
+
+    class Note:
+        pass
+
+    def case() -> int:
+        x = torch.ones(2, requires_grad=True)
+        y = Many.apply(*[x * i for i in range(8)], Summed.apply(x, (0, 1)))
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+        return sum(each() is not None for each in notes[interlace.get_rank()])
+
+    assert interlace.run(case, 2) == [0, 0] and {*map(len, notes.values())} == {8}

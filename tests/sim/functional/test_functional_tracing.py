@@ -50,7 +50,7 @@ every_op = pytest.mark.parametrize("name", OPS)
 
 
 def ops_of(graph: torch.fx.Graph) -> list[str]:
-    """Names of the ops, those of interlace by their namespace."""
+    """Return the names of the ops; interlace's have their namespace."""
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     names = [t._schema.name for t in targets if isinstance(t, torch._ops.OpOverload)]
     return [name.replace("::", ".").removeprefix("aten.") for name in names]
@@ -63,7 +63,7 @@ def no_group() -> None:
 
 
 class Works(torch.nn.Module):
-    """It starts the op, does something else, and uses the result, or returns it."""
+    """A module that starts the op, does other work, and uses or returns the result."""
 
     def __init__(self, name: str, *, group: Any = TP, uses: bool = True) -> None:
         super().__init__()
@@ -106,7 +106,6 @@ WAYS: dict[str, Callable[[Works], torch.fx.Graph]] = {
 @every_op
 @pytest.mark.parametrize("way", WAYS)
 def test_graphs(name: str, way: str) -> None:
-    """They have the op with the group's size and name, and a wait where the result is used."""
     graph = WAYS[way](Works(name))
     found = [op for op in ops_of(graph) if not op.startswith("sym")]
     wait = "_c10d_functional.wait_tensor"
@@ -126,7 +125,6 @@ def test_results_that_are_returned_unwaited(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPS if name != "permute"])
 def test_any_size(name: str) -> None:
-    """The graph asks for the size of the group, but for an argument that is as long as the group."""
     graph = torch.export.export(Works(name, group=ANY), INPUTS).graph
     names = ops_of(graph)
     assert names[0] == "interlace.group_size"
@@ -205,7 +203,7 @@ def test_errors_while_tracing() -> None:
 
 @ranks(1, place="sim")
 def test_ops_conform() -> None:
-    """torch's own check of custom ops, in a group of one: schema, fake kernel, gradients."""
+    """torch's check of custom ops tests the schema, the fake kernel and the gradients."""
     x = torch.randn(4, 3, requires_grad=True)
     w = torch.randn(3, 2, requires_grad=True)
     calls: dict[str, tuple[Any, ...]] = {

@@ -39,7 +39,6 @@ def ramp(tensor: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", EVEN)
 @pytest.mark.parametrize("inside", [True, False], ids=["in the mode", "by the tensor"])
 def test_outputs_and_gradients_of_all_ranks(name: str, inside: bool) -> None:
-    """Without any process group, as in one process that has all inputs."""
     case, ranks = EVEN[name], range(RANKS)
     every = [[x.requires_grad_() for x in case.inputs(rank, RANKS)] for rank in ranks]
     right = [flat(each) for each in reference(case, every)]
@@ -120,7 +119,7 @@ def test_as_real_ranks() -> None:
 
 
 def test_every_op_has_a_rule() -> None:
-    """An op of a group without one would run once per rank, each alone."""
+    """Without a rule an op of a group would run once per rank, each time alone."""
     schemas = [each for each in torch._C._jit_get_all_schemas() if "str group" in str(each)]
     names = [each.name for each in schemas if each.name.startswith("interlace::")]
     rules = [singleton.find(name).torch_dispatch_rules.find(LocalTensorMode) for name in names]
@@ -128,7 +127,6 @@ def test_every_op_has_a_rule() -> None:
 
 
 def test_uneven_all_to_all() -> None:
-    """Sizes that differ from rank to rank, and outputs that do."""
     sent = [[1, 2], [3, 0]]
     received = [[1, 3], [2, 0]]
     rows = [torch.arange(3.0) + 10 * rank for rank in range(2)]
@@ -176,12 +174,12 @@ def test_what_is_no_answer_is_an_error() -> None:
 
 
 class Derived(LocalTensorMode):
-    """Torch does not find a rule for it."""
+    """A subclass for which torch finds no rule."""
 
 
 @ranks(1, place="sim")
 def test_where_rules_are_not_found() -> None:
-    """An op that torch would run once per rank, on a group that is real, refuses."""
+    """torch would run such an op once per rank on a real group, so the op refuses."""
     x = LocalTensor({0: torch.ones(2), 1: torch.ones(2)})
     with pytest.raises(TypeError, match="once per simulated rank"), Derived(2):
         torch.ops.interlace.all_reduce(x, "sum", 1, "0")
@@ -197,7 +195,7 @@ def test_names_can_be_defined() -> None:
 
 @ranks()
 def test_eager_functions_refuse() -> None:
-    """They work on memory, which a LocalTensor does not have: never a wrong number."""
+    """A LocalTensor has no memory, so the functions could only return wrong numbers."""
     x = LocalTensor({rank: torch.ones(2, 2) * (rank + 1) for rank in range(2)})
     plain, out = torch.ones(2, 2), torch.empty(4, 2)
     calls: list[Callable[[Any], Any]] = [
@@ -221,7 +219,7 @@ def test_eager_functions_refuse() -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """The usual company of LocalTensor: a default group whose other ranks do not exist."""
+    """Make the usual environment of LocalTensor: a default group whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
@@ -231,7 +229,6 @@ def fake_world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_world")
 def test_groups_of_torch() -> None:
-    """By None, name, ProcessGroup and mesh; the mesh need not be in the order of ranks."""
     x = local(lambda rank: torch.tensor([float(1 << rank)]))
     evens, odds = [5.0, 10.0, 5.0, 10.0], [3.0, 3.0, 12.0, 12.0]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -258,7 +255,6 @@ def test_groups_of_torch() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_dtensor() -> None:
-    """Shards of DTensors through interlace's ops, and what comes out as DTensors again."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x, w1, w2 = own_numbers(1), own_numbers(2).view(6, 8), own_numbers(3)
     with LocalTensorMode(RANKS):

@@ -1,7 +1,8 @@
-"""Arguments that a schema does not take, or that are asked for before it: refused by their names."""
+"""Wrong arguments and outputs of functional ops: refused by their names, also before the schema is read."""
 
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,19 +22,19 @@ TAKEN: dict[str, Any] = {
 
 
 def taken(kind: str) -> Any:
-    """What a schema takes for an argument of that kind."""
+    """Return the types of arguments that a schema accepts for that kind."""
     return None if kind.endswith("?") else [] if kind.endswith("[]") else TAKEN[kind]
 
 
 def schemas() -> list[str]:
-    """All schemas of ``torch.ops.interlace``, with those that write into ``out`` or into their input."""
+    """Return all schemas of ``torch.ops.interlace``, also those that write into ``out`` or their input."""
     names = [f"{op.name}{form}" for op in OPS for form in ("", "_out", "_")]
     there = [name for name in ("group_size", *names) if hasattr(torch.ops.interlace, name)]
     return [str(getattr(torch.ops.interlace, name).default._schema) for name in there]
 
 
 def test_schemas_are_those_of_saved_graphs() -> None:
-    """A program that torch has exported names ops by their schemas."""
+    """A program that torch has exported refers to ops by their schemas."""
     assert schemas() == LIST.read_text().splitlines(), "python tests/sim/functional/test_schemas.py"
 
 
@@ -54,7 +55,7 @@ def test_every_argument_is_named(op: Op) -> None:
     interlace.run(on_rank, 1)
 
 
-WRONG: Any = torch.ones(2)  # of which nobody asks whether it is true
+WRONG: Any = torch.ones(2)  # no check may ask whether it is true
 ROWS, CHOSEN, EXPERT = torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]]), torch.ones(1, 4, 4)
 Given = dict[str, Any]
 
@@ -125,7 +126,6 @@ OTHERS: list[tuple[Any, Any, Given, str]] = [
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @ranks()
 def test_what_is_asked_before_the_schema_is_refused_on_all(place: str) -> None:
-    """By one rank only; the group goes on. On processes torch's dispatcher would refuse the last ones."""
     for call, there, how, text in OTHERS if place == "sim" else OTHERS[-6:]:
         right: Given = {"num_experts": 2} if call is sent else {}
         with pytest.raises((TypeError, ValueError), match=text) as caught:
@@ -147,3 +147,36 @@ def test_an_eager_combine_takes_what_functional_forms_have_dispatched() -> None:
 
 if __name__ == "__main__":
     LIST.write_text("\n".join(schemas()) + "\n")
+
+
+def with_a_gradient_on_one_rank() -> Any:
+    x = torch.ones(4, requires_grad=interlace.get_rank() == 1)
+    return functional.all_reduce(x, out=torch.empty(4))
+
+
+def expanded_on_one_rank() -> Any:
+    one = interlace.get_rank() == 1
+    return functional.all_reduce(
+        torch.ones(4), out=torch.empty(1).expand(4) if one else torch.empty(4)
+    )
+
+
+def overlapping() -> Any:
+    memory = torch.zeros(8)
+    return functional.broadcast(memory[:6], 1, out=memory[2:])
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (with_a_gradient_on_one_rank, "has no gradient"),
+        (expanded_on_one_rank, "single memory location"),
+        (overlapping, "single memory location"),
+    ],
+)
+@ranks(2)
+def test_all_ranks_refuse(place: str, call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        functional.wait(call())
+    assert functional.wait(functional.all_reduce(torch.ones(1))).item() == 2

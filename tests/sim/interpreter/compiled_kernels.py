@@ -93,7 +93,7 @@ pruned = triton.autotune(configs=CONFIGS, key=["count"], prune_configs_by=PRUNED
 
 
 def launched(name):
-    """What the kernel makes of 1 to 64."""
+    """Return the kernel's results for 1 to 64."""
     x, y, kernel = torch.arange(1.0, 65.0), torch.zeros(64), globals()[name]
     if "BLOCK" in kernel.arg_names:
         kernel[lambda arguments: (triton.cdiv(64, arguments["BLOCK"]),)](x, y, 64)

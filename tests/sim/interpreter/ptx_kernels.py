@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def compute(out_ptr, a_ptr, b_ptr, N: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr):
-    """One text on every element of two tensors."""
+    """Apply one text to every element of two tensors."""
     at = tl.arange(0, N)
     a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
     dtype = out_ptr.dtype.element_ty
@@ -18,7 +18,7 @@ def compute(out_ptr, a_ptr, b_ptr, N: tl.constexpr, ASM: tl.constexpr, CONSTRAIN
 
 @triton.jit
 def on_memory(out_ptr, memory_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr):
-    """One text on a pointer."""
+    """Apply one text to a pointer."""
     dtype = out_ptr.dtype.element_ty
     result = tl.inline_asm_elementwise(ASM, CONSTRAINTS, [memory_ptr], dtype, False, 1)
     tl.store(out_ptr, result)
@@ -26,14 +26,14 @@ def on_memory(out_ptr, memory_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr)
 
 @triton.jit
 def on_pointers(memory_ptr, N: tl.constexpr, ASM: tl.constexpr):
-    """One text on a tensor of pointers; its result is not used."""
+    """Apply one text to a tensor of pointers; nothing uses its result."""
     pointers = memory_ptr + tl.arange(0, N)
     tl.inline_asm_elementwise(ASM, "=r, l", [pointers], tl.int32, False, 1)
 
 
 @triton.jit
 def two_results(out_ptr, a_ptr):
-    """Sum and difference, of different types."""
+    """Return sum and difference, of different types."""
     a = tl.load(a_ptr)
     total, difference = tl.inline_asm_elementwise(
         """
@@ -56,7 +56,7 @@ def two_results(out_ptr, a_ptr):
 
 @triton.jit
 def packed(out_ptr, a_ptr, N: tl.constexpr):
-    """Four bytes come in one register."""
+    """Four bytes are in one register."""
     at = tl.arange(0, N)
     doubled = tl.inline_asm_elementwise(
         """
@@ -80,7 +80,7 @@ def packed(out_ptr, a_ptr, N: tl.constexpr):
 
 @triton.jit
 def thread_numbers(out_ptr):
-    """Where a program and its thread 0 stand."""
+    """Return the numbers of a program and its thread 0."""
     x, threads, program, programs = tl.inline_asm_elementwise(
         """
         mov.u32 $0, %tid.x;
@@ -142,7 +142,7 @@ LOWER = """
 
 @triton.jit
 def _barrier(flags_ptr, rank, WORLD: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr):
-    """Block ``program_id`` of all ranks meet; ``flags_ptr``: int64 addresses, one per rank."""
+    """Blocks ``program_id`` of all ranks meet; ``flags_ptr``: int64 addresses, one per rank."""
     ranks = tl.arange(0, WORLD)
     first = tl.program_id(0) * WORLD
     theirs = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.uint32)) + first + rank
@@ -164,10 +164,10 @@ def exchange(
     DOWN: tl.constexpr,
     MEET: tl.constexpr,
 ):
-    """Every rank writes its number to all, and sums up what has come.
+    """Write every rank's number to all, and sum the received ones.
 
     ``flags``, ``buffers``: addresses of tables of addresses. ``UP``, ``DOWN``: texts that raise a peer's
-    flag and wait for one's own. ``MEET``: whether the threads of a program meet around the barrier.
+    flag and wait for this rank's flag. ``MEET``: whether the threads of a program meet around the barrier.
     """
     at = tl.arange(0, N)
     flags_ptr, data_ptr = flags.to(tl.pointer_type(tl.int64)), buffers.to(tl.pointer_type(tl.int64))
@@ -276,7 +276,7 @@ LETTERS = {
 
 
 def computed(asm: str, a: list[Any], b: list[Any], out: torch.dtype, given: torch.dtype) -> Any:
-    """``$0`` after ``asm`` with ``$1`` and ``$2``, for every element; inside a rank."""
+    """Return ``$0`` after ``asm`` with ``$1`` and ``$2``, for every element; inside a rank."""
     letter = LETTERS[given]
     result = torch.zeros(len(a), dtype=out)
     left, right = torch.tensor(a, dtype=given), torch.tensor(b, dtype=given)
@@ -286,7 +286,7 @@ def computed(asm: str, a: list[Any], b: list[Any], out: torch.dtype, given: torc
 
 
 def in_memory(asm: str, memory: torch.Tensor, out: torch.dtype = torch.int32) -> Any:
-    """``$0`` after ``asm``, with the address of ``memory`` in ``$1``; inside a rank."""
+    """Return ``$0`` after ``asm``, with the address of ``memory`` in ``$1``; inside a rank."""
     result = torch.zeros(1, dtype=out)
     on_memory[(1,)](result, memory, asm, f"={LETTERS[out]},l")
     return result.item()

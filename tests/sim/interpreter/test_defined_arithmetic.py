@@ -63,7 +63,7 @@ def bits(values: Any) -> Any:
 
 
 def defined(left: Any, right: Any) -> Any:
-    """The product of two matrices by its definition, in Python's floats."""
+    """Multiply two matrices by the definition, in Python's floats."""
     result = np.empty((len(left), right.shape[1]), np.float64)
     for row, column in np.ndindex(*result.shape):
         total = 0.0
@@ -86,11 +86,11 @@ def special(values: Any, seed: int) -> Any:
 @settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 3, 12]))
 def test_no_split_of_a_product_changes_a_bit(dtype: str, data: Any, seed: int, spread: int) -> None:
-    """Every element is that of the definition, in the whole product, and in tiles of any size and order."""
+    """The tiles have many sizes and orders."""
     rows, columns, depth = (data.draw(st.integers(1, most)) for most in (9, 9, 40))
     left = numbers(seed, (rows, depth), dtype, spread)
     right = numbers(seed + 1, (depth, columns), dtype, spread)
-    if data.draw(st.booleans()):  # what cancels is not sure after a BLAS
+    if data.draw(st.booleans()):  # a BLAS may not cancel these terms
         left, right = np.concatenate([left, -left], 1), np.concatenate([right, right], 0)
     if data.draw(st.booleans()):
         left = special(left, seed)
@@ -131,7 +131,7 @@ def test_zeros_have_an_order() -> None:
 
 
 def digests() -> dict[str, str]:
-    """Of products and sums of every dtype, among them large ones, for which a BLAS starts threads."""
+    """Return digests of products and sums of every dtype; for large ones a BLAS starts threads."""
     found = {}
     for dtype, (rows, columns, depth) in itertools.product(DTYPES, [(64, 48, 256), (16, 8, 16)]):
         with np.errstate(all="ignore"):
@@ -145,7 +145,7 @@ def digests() -> dict[str, str]:
 
 
 def on_other_processor(variables: str, *command: str) -> str:
-    """What Python prints with these settings; it must succeed."""
+    """Return the output of Python with these settings; it must succeed."""
     for feature, there in (
         ("avx2", torch.cpu._is_avx2_supported), ("avx512", torch.cpu._is_avx512_supported)
     ):  # fmt: skip
@@ -170,7 +170,7 @@ def test_other_processors_give_the_same_bits(variables: str) -> None:
 @thorough
 @pytest.mark.parametrize("variables", OTHER_PROCESSORS[:2])
 def test_promises_hold_on_other_processors(variables: str) -> None:
-    """Every test that the page on promises names for equal bits."""
+    """These are the tests that the page of promises names for equal bits."""
     page = (ROOT / "docs/reference/promises.md").read_text()
     section = page.partition("## Equal bits")[2].partition("\n## ")[0]
     tests = sorted({*re.findall(r"`(tests/\S+::\w+)`", section), *DETERMINISM})
@@ -180,7 +180,7 @@ def test_promises_hold_on_other_processors(variables: str) -> None:
 
 
 def test_control_a_blas_does_not_have_the_bits_of_the_definition() -> None:
-    """A product in fp32, as Triton's interpreter takes it, is another one."""
+    """Triton's interpreter multiplies by a BLAS."""
     left, right = numbers(5, (64, 256), "fp32", 6), numbers(6, (256, 48), "fp32", 6)
     assert (left @ right != defined(left, right)).any()
     assert (matrix_product(left, right) == defined(left, right)).all()

@@ -18,7 +18,7 @@ I32, I64 = torch.int32, torch.int64
 
 
 def refused(asm: str, match: str, constraints: str = "=r,l") -> None:
-    """Nothing of ``asm`` runs, and the error says why."""
+    """No instruction of ``asm`` runs, and the error has the reason."""
     memory, out = torch.zeros(4, dtype=I32), torch.zeros(1, dtype=I32)
     with pytest.raises(InlineAssemblyError, match=match) as caught:
         interlace.run(lambda: ptx_kernels.on_memory[(1,)](out, memory, asm, constraints), 1)
@@ -77,7 +77,6 @@ def test_integers(name: str, letter: str, bits: int, pairs: list[tuple[int, int]
 @pytest.mark.parametrize("kind", ["u32", "s32"])
 @pytest.mark.parametrize("name", ["div", "rem"])
 def test_divided_by_zero_is_all_ones_and_no_error(name: str, kind: str) -> None:
-    """Of those threads alone: others, whose divisors are numbers, get theirs."""
     asm = f"{name}.{kind} $0, $1, $2;"
     found = interlace.run(
         lambda: ptx_kernels.computed(asm, [7, 0, 9, 17], [0, 0, 4, 5], I32, I32), 1
@@ -142,7 +141,7 @@ def test_elements_of_less_than_32_bits_share_a_register() -> None:
     assert out.tolist() == a.tolist()
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("asm", "match"), table("refused"))

@@ -16,7 +16,7 @@ I32, I64 = torch.int32, torch.int64
 
 
 def test_threads_count() -> None:
-    """A text without a guard is run by all threads; Triton stores scalars as thread 0."""
+    """All threads run a text without a guard; Triton stores scalars as thread 0."""
     out = torch.zeros(12, dtype=I32)
     interlace.run(lambda: ptx_kernels.thread_numbers[(2, 3)](out), 1)
     assert out.view(3, 4).tolist() == [[0, 128, y, 3] for y in range(3)]
@@ -31,7 +31,6 @@ def test_threads_count() -> None:
 
 
 def test_threads_meet_at_barriers() -> None:
-    """Thread 0 waits for thread 100, which waits for the warp of thread 64."""
     asm = """{ .reg .pred p, q; .reg .u32 t, seen;
         mov.u32 t, %tid.x;
         setp.ge.u32 p, t, 64;
@@ -69,7 +68,6 @@ def test_clocks_grow_and_are_no_real_clocks() -> None:
     ],
 )
 def test_loads_and_stores(load: str, store: str, kind: str) -> None:
-    """The third element is loaded and stored to the first."""
     bits = int(kind[1:])
     memory = torch.arange(-1, 47).to(torch.int8)
     memory[2 * bits // 8 + bits // 8 - 1] = -100
@@ -110,7 +108,7 @@ DOWN = ptx_kernels.LOWER.format(sem="acquire", scope="sys")
 
 
 def exchanged(world: int, up: str = UP, down: str = DOWN, meet: bool = True) -> list[list[int]]:
-    """What a rank gets in each of three rounds."""
+    """Return the results of a rank in each of three rounds."""
     memory = symmetric_memory.empty(BLOCKS * world * COUNT, dtype=I32)
     handle = symmetric_memory.rendezvous(memory, None)
     flags, buffers = handle.signal_pad_ptrs_dev, handle.buffer_ptrs_dev
@@ -151,7 +149,7 @@ def test_races_are_found(change: dict[str, Any], kind: str | None, store_buffers
 
 
 def test_thread_i_signals_rank_i() -> None:
-    """Every thread waits for another rank than it has signalled: threads take turns."""
+    """Every thread waits for another rank than it has signalled, so threads must take turns."""
     world = 4
 
     def on_rank() -> None:
@@ -172,7 +170,7 @@ WAIT = """{{ .reg .pred p; .reg .b32 seen;
 
 @pytest.mark.parametrize("load", ["ld.global.acquire.sys", "ld.volatile.global", "ld.global"])
 def test_programs_hand_over(load: str) -> None:
-    """A plain load is polled, too: it is no way to wait, but it does not keep others from running."""
+    """A poll by plain loads is not a correct wait, but it must let other programs run."""
 
     def on_rank() -> list[int]:
         out, data, flag = (torch.zeros(n, dtype=I32) for n in (4, 4, 1))
@@ -195,7 +193,6 @@ def test_a_wait_for_what_never_comes_is_a_deadlock(load: str) -> None:
 
 
 def test_other_deadlocks() -> None:
-    """A compare-and-swap that never succeeds, on one flag and on several; a loop outside of the text."""
     flags = torch.zeros(8, dtype=I32)
     asm = """{ .reg .pred p; .reg .b32 old; again: atom.acquire.sys.cas.b32 old, [$1], 1, 0;
         setp.ne.u32 p, old, 1; @p bra again; }"""

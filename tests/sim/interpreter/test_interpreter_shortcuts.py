@@ -38,7 +38,7 @@ def made(data: Any, dtype: Any, shape: Shape) -> tl.tensor:
 
 
 def tensor(name: str, shape: Shape) -> tl.tensor:
-    """Numbers of both signs, the largest and the smallest among them."""
+    """Return numbers of both signs, with the largest and the smallest among them."""
     count = int(np.prod(shape))
     line = np.arange(count) * 7 % 11 - 3
     data = (line % 2).astype(bool) if name == "int1" else line.astype(NUMBERS[name])
@@ -75,7 +75,7 @@ Cases = dict[str, Callable[[], Any]]
 
 
 class Watching:
-    """Hooks that do what is asked, and keep what they were told."""
+    """Hooks that do their task and keep their arguments."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -100,14 +100,14 @@ class Watching:
 
 
 def told(function: Callable[[], Any]) -> Any:
-    """All there is to know of a result, or how it failed."""
+    """Return all properties of a result, or its error."""
     try:
         made = function()
     except Exception as error:
         return type(error).__name__
     if not isinstance(made, tl.tensor):
         return made
-    if made.handle is None:  # of a store
+    if made.handle is None:  # the result of a store
         return str(made.type), str(made.dtype), list(made.shape), int(made.numel.value)
     data = made.handle.data
     return (
@@ -117,7 +117,7 @@ def told(function: Callable[[], Any]) -> Any:
 
 
 def results(cases: Cases, *, shortcuts: bool) -> dict[str, tuple[Any, list[Any]]]:
-    """What came out of each case, and what its hooks saw."""
+    """Return the result of each case and the calls of its hooks."""
     found = {}
     hooks = Watching()
     with session(hooks, shortcuts=shortcuts), np.errstate(all="ignore"):  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def results(cases: Cases, *, shortcuts: bool) -> dict[str, tuple[Any, list[Any]]
 
 
 def compare(cases: Cases, times: int = 2) -> int:
-    """How many cases gave a tensor; by default twice with shortcuts, because some are learned."""
+    """Return the number of cases with a tensor; shortcuts run twice, because some are learned."""
     stock = results(cases, shortcuts=False)
     for _ in range(times):
         short = results(cases, shortcuts=True)
@@ -139,7 +139,7 @@ def compare(cases: Cases, times: int = 2) -> int:
 
 
 def combined(call: Callable[..., Any], *choices: dict[str, Any]) -> Cases:
-    """A call with each combination of values, by their names."""
+    """Make a call with each combination of values, by their names."""
     return {
         " ".join(name for name, _ in chosen): partial(call, *(value for _, value in chosen))
         for chosen in itertools.product(*(choice.items() for choice in choices))
@@ -165,7 +165,6 @@ def in_memory(*elements: str) -> dict[str, tl.tensor]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name: str) -> None:
-    """Every pair of operands, in both orders where one is no tensor."""
     op = getattr(operator, name)
     plain = {repr(value): value for value in PLAIN}
     cases = combined(op, TENSORS | POINTERS, TENSORS | POINTERS | CONSTANTS)
@@ -184,7 +183,6 @@ def test_conversions() -> None:
 
 
 def test_axes() -> None:
-    """Of all but scalars, which the front end makes blocks."""
     none = tl.constexpr(None)
     calls: list[Callable[[Any], Any]] = [
         lambda x: x[:, None],
@@ -203,7 +201,6 @@ def test_axes() -> None:
 
 
 def test_shapes_and_elements_of_tensors() -> None:
-    """Of what the front end makes itself, by broadcasts and other types."""
     calls: list[Callable[[Any], Any]] = [
         lambda x: (x.to(tl.float32) * 2).to(tl.bfloat16),
         lambda x: x[:, None] + TENSORS["int32 (1, 4)"],
@@ -328,7 +325,7 @@ def test_atomics() -> None:
 
 
 def test_shortcuts_do_not_go_through_the_front_end() -> None:
-    """So the tests above compare two ways, and not one with itself."""
+    """So the tests above compare two implementations."""
     kinds = tl.semantic.TritonSemantic
     asked: list[str] = []
 

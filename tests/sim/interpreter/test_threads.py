@@ -23,7 +23,7 @@ ALL = 1 << 20
 
 
 def late_stores(*how: object) -> bool:
-    """Whether some schedule gives wrong values."""
+    """Return whether some schedule gives wrong values."""
     more = {"store_buffers": True, "workers": 1, "shrink": False}
     return not schedules(kernels.handed_on, 2, *how, n=12, **more).clean
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
 
 
 def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is kept by the texts and values that it is made of, and taken if it is whole."""
+    """The texts and values of a compilation are its key, and only whole files are used."""
     asked: list[pathlib.Path] = []
 
     def file_of(*what: Any) -> pathlib.Path:
@@ -128,7 +128,7 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
     file = files()
     whole = kept.read(file)
     assert whole is not None and ".entry number(" in whole.ptx
-    assert files(kernels.thread) != file and kept.read(asked[-1]) is None  # of no file's texts
+    assert files(kernels.thread) != file and kept.read(asked[-1]) is None  # no file has its texts
     monkeypatch.setattr(compiled, "compile_one", None)
     assert files() == file
     for damaged in (
@@ -144,7 +144,7 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_compiler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a folder is named again, as whoever loads a file by its path does."""
+    """A file that is loaded by its path may name a folder again."""
     nothing = SimpleNamespace(file_of=lambda *what: None, read=kept.read)
     monkeypatch.setattr(compiled, "kept", nothing)
     servers = []
@@ -169,7 +169,7 @@ X = torch.arange(1.0, 65.0)
         ("of_aggregates", 4 * X),
         ("of_gluon", X + 1),
         ("tuned", X + 2 * 16),  # the first configuration
-        ("pruned", X + 2 * 32),  # of those that are left
+        ("pruned", X + 2 * 32),  # the first of the remaining ones
     ],
 )
 def test_what_only_the_compiler_has(name: str, result: torch.Tensor) -> None:

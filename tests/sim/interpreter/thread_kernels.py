@@ -71,7 +71,7 @@ def meet(HOW: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "step"])
 def hand_on(data, flag, output, rank, step, COUNT: tl.constexpr, WHO: tl.constexpr,
             BEFORE: tl.constexpr, AFTER: tl.constexpr):  # fmt: skip
-    """Rank 0 stores a block at rank 1 and raises a flag; of rank 1 the threads below WHO wait for that."""
+    """Rank 0 stores a block at rank 1 and raises a flag; the threads of rank 1 below WHO wait for it."""
     offsets = tl.arange(0, COUNT)
     if rank == 0:
         tl.store(data + offsets, step * 1000 + offsets)
@@ -86,7 +86,6 @@ def hand_on(data, flag, output, rank, step, COUNT: tl.constexpr, WHO: tl.constex
 
 
 def handed_on(who: int, before: str, after: str, num_warps: int) -> None:
-    """Twice through the same memory."""
     data, flag = (symmetric_memory.empty(n, dtype=torch.int32).zero_() for n in (COUNT, 1))
     at_1 = [
         symmetric_memory.rendezvous(each, None).get_buffer(1, each.shape, each.dtype)
@@ -112,7 +111,7 @@ def number(by_all, by_one, counts, STRIDE: tl.constexpr):
 
 
 def numbered(num_warps: int, stride: int = 1) -> tuple[list[int], list[int], int]:
-    """The one array lies right behind the other."""
+    """One array follows directly after the other."""
     by_all, by_one = map(torch.from_numpy, np.full((2, 256), -1, np.int32))
     count = torch.zeros(1, dtype=torch.int32)
     number[(1,)](by_all, by_one, count, stride, num_warps=num_warps)
@@ -131,7 +130,7 @@ def waited_in_vain() -> None:
 
 @triton.jit
 def special(output, REGISTER: tl.constexpr):
-    """A text that is put together while it runs."""
+    """The text is put together at run time."""
     text: tl.constexpr = "mov.u32 $0, %" + REGISTER + ";"
     tl.store(output, tl.inline_asm_elementwise(text, "=r", [], tl.int32, True, 1))
 

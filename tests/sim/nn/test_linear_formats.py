@@ -20,7 +20,7 @@ SHARD, BATCH, IN, OUT = 10, 2, 96, 64
 
 
 def linear_step(name: str, seen: str, **options: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of a column-parallel linear and a row-parallel one, or of the ops."""
+    """Return outputs and gradients of a column-parallel and a row-parallel linear, or of the ops."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     x = noise(rank, 1, (SHARD, BATCH, IN)).requires_grad_()
     up = [noise(rank, 2 + i, (OUT, IN)).requires_grad_() for i in range(2)]
@@ -65,7 +65,7 @@ def test_linear_functions_are_the_ops(name: str, size: int) -> None:
 
 @ranks(place="sim")
 def test_without_sequence_parallelism_it_is_the_same_to_the_rounding_of_sums() -> None:
-    """Shards that are whole blocks, so that blocks along rows are the same."""
+    """Shards are whole blocks, so the blocks along rows are the same."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     whole = noise(0, 1, (32 * size, IN))
     found = []
@@ -90,7 +90,7 @@ STEPS = 8
 
 
 def training(name: str | None, around: Callable[[Any], Callable[..., Any]]) -> list[float]:
-    """Losses of a gated block that learns another one, in bfloat16."""
+    """Return losses of a gated block that learns another one, in bfloat16."""
     torch.manual_seed(0)
     wanted = nn.SequenceParallelMLP(32, 64, "silu", gated=True)
     block = nn.SequenceParallelMLP(32, 64, "silu", gated=True, format=name)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def mxfp8(rows: int, columns: int) -> Scaled:
 
 
 def nvfp4(rows: int, columns: int) -> Scaled:
-    """With a scale for each half of the rows, as a merged layer has."""
+    """Return a weight with a scale for each half of the rows, as in a merged layer."""
     made = quantize(noise(0, 4, (rows, columns)), "nvfp4")
     whole = torch.tensor([0.25, 2.0]).repeat_interleave(rows // 2)[:, None]
     return Scaled(made.values, made.scales, "nvfp4", whole)
@@ -162,37 +162,33 @@ WEIGHTS = [deepseek, mxfp8, nvfp4]
 
 
 @pytest.mark.parametrize("make", WEIGHTS)
+@ranks(2, place="sim")
 def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
-    """The whole, or this rank's part; on meta, too."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    up, down = make(192, 256), make(256, 512)
+    x = noise(rank, 7, (3, 2, 256))
+    layer = nn.ColumnParallelLinear(256, 192, bias=False, device="meta")
+    layer.load_scaled(up)
+    again = nn.ColumnParallelLinear(256, 192, bias=False)
+    first, count = 192 // size * rank, 192 // size
+    again.load_scaled(up.narrow(0, first, count))
+    y, same = layer(x), again(x)
+    (from_function,) = column_parallel_linear(x, [up.narrow(0, first, count)], group=None)
+    op: Any = interlace.all_gather_matmul(x, up.narrow(0, first, count).t(), format=up.format)
+    assert torch.equal(y, same) and torch.equal(y, from_function) and torch.equal(y, op)
+    assert y.dtype == x.dtype and not y.requires_grad
+    assert not layer.state_dict() and not list(layer.parameters())
 
-    def case() -> None:
-        rank, size = interlace.get_rank(), interlace.get_world_size()
-        up, down = make(192, 256), make(256, 512)
-        x = noise(rank, 7, (3, 2, 256))
-        layer = nn.ColumnParallelLinear(256, 192, bias=False, device="meta")
-        layer.load_scaled(up)
-        again = nn.ColumnParallelLinear(256, 192, bias=False)
-        first, count = 192 // size * rank, 192 // size
-        again.load_scaled(up.narrow(0, first, count))
-        y, same = layer(x), again(x)
-        (from_function,) = column_parallel_linear(x, [up.narrow(0, first, count)], group=None)
-        op: Any = interlace.all_gather_matmul(x, up.narrow(0, first, count).t(), format=up.format)
-        assert torch.equal(y, same) and torch.equal(y, from_function) and torch.equal(y, op)
-        assert y.dtype == x.dtype and not y.requires_grad
-        assert not layer.state_dict() and not list(layer.parameters())
-
-        wide = noise(rank, 8, (2 * size, 2, 512 // size))
-        row = nn.RowParallelLinear(512, 256)
-        row.load_scaled(down)
-        part = row(wide)
-        columns = down.narrow(1, 512 // size * rank, 512 // size)
-        op = interlace.matmul_reduce_scatter(wide, columns.t(), format=down.format)
-        assert torch.equal(part, op + row.bias)
-        row.reset_parameters()  # of which the weight is none
-        assert torch.equal(row(wide), op + row.bias)
-        assert list(row.state_dict()) == ["bias"]
-
-    interlace.run(case, 2)
+    wide = noise(rank, 8, (2 * size, 2, 512 // size))
+    row = nn.RowParallelLinear(512, 256)
+    row.load_scaled(down)
+    part = row(wide)
+    columns = down.narrow(1, 512 // size * rank, 512 // size)
+    op = interlace.matmul_reduce_scatter(wide, columns.t(), format=down.format)
+    assert torch.equal(part, op + row.bias)
+    row.reset_parameters()  # it leaves the weight alone
+    assert torch.equal(row(wide), op + row.bias)
+    assert list(row.state_dict()) == ["bias"]
 
 
 @pytest.mark.parametrize("make", WEIGHTS)
@@ -288,10 +284,8 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
         ),
     ],
 )
+@ranks(2, place="sim")
 def test_misuse(call: Any, error: type[Exception], words: str) -> None:
-    def case() -> None:
-        layer, weight = nn.ColumnParallelLinear(192, 256), deepseek(256, 192)
-        with pytest.raises(error, match=words):
-            call(layer, weight)
-
-    interlace.run(case, 2)
+    layer, weight = nn.ColumnParallelLinear(192, 256), deepseek(256, 192)
+    with pytest.raises(error, match=words):
+        call(layer, weight)

@@ -27,7 +27,7 @@ def tokens(rank: int) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    """Every token through its experts, by the whole parameters."""
+    """Send every token through its experts, by the whole parameters."""
 
     def between(y: torch.Tensor) -> torch.Tensor:
         if not options.get("gated"):
@@ -52,7 +52,6 @@ def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, An
 
 
 def best(scores: list[float], state: dict[str, torch.Tensor], options: dict[str, Any]) -> list[int]:
-    """The experts of a token with these scores."""
     bias = state["expert_bias"].tolist() if "expert_bias" in state else [0.0] * EXPERTS
     ranked = [score + more for score, more in zip(scores, bias, strict=True)]
     groups = options.get("groups", 1)
@@ -65,7 +64,7 @@ def best(scores: list[float], state: dict[str, torch.Tensor], options: dict[str,
 
 
 def stays(chosen: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """1 for rows that are not dropped."""
+    """Return 1 for rows that are not dropped."""
     kept, factor = torch.ones_like(weights), options.get("capacity_factor")
     if factor is None:
         return kept
@@ -95,7 +94,6 @@ def stays(chosen: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) 
 )
 @ranks(3, place="sim")
 def test_as_one_process(options: dict[str, Any]) -> None:
-    """That has all tokens."""
     rank, layer = interlace.get_rank(), made(**options)
     if layer.expert_bias is not None:
         layer.expert_bias.copy_(torch.linspace(-0.3, 0.4, EXPERTS))
@@ -161,7 +159,7 @@ def test_load_balance() -> None:
 
 @ranks(3, place="sim")
 def test_a_bias_evens_experts_out() -> None:
-    """Its steps are alike on all ranks, though tokens differ; a cast leaves it as it is."""
+    """All ranks take equal steps though their tokens differ, and a cast does not change the bias."""
     layer, x = made(expert_bias=True), tokens(interlace.get_rank()) + 0.5
     layer.eval()(x)
     assert not layer._chosen.any(), "counted without training"
@@ -260,7 +258,7 @@ OTHERWISE: dict[str, Any] = {
 @pytest.mark.parametrize("name", OTHERWISE)
 @ranks(place="sim")
 def test_ranks_whose_layers_differ_are_told(name: str, bound: int | None) -> None:
-    """A sum would be of two kinds of layers, or a backward would wait."""
+    """Otherwise a sum would mix two kinds of layers, or a backward would wait."""
     options = {name: OTHERWISE[name]} if interlace.get_rank() == 1 else {}
     with pytest.raises(ValueError, match=f"{name} of MoE differs between ranks"):
         made(num_max_dispatch_tokens_per_rank=bound, **options)(tokens(0)[:2])
@@ -269,7 +267,7 @@ def test_ranks_whose_layers_differ_are_told(name: str, bound: int | None) -> Non
 
 @ranks(place="sim")
 def test_a_router_that_learns_on_some_ranks_only_is_refused() -> None:
-    """By the forward with a bound, where experts' own gradients do not tell: backward would wait."""
+    """With a bound, the gradients of experts do not show the difference, and backward would wait."""
     layer = made(num_max_dispatch_tokens_per_rank=2)
     layer.router.requires_grad_(interlace.get_rank() == 0)
     text = "list of MoE parameters with gradients differs between ranks: router on rank 0, None on rank 1"
@@ -286,7 +284,6 @@ def test_features_must_fit() -> None:
 )
 @ranks(place="sim")
 def test_the_constructor_refuses_what_forward_could_not_take(name: str) -> None:
-    """The others hear of it in their next call, and all go on."""
     x, layer = torch.ones(1, 4), None if interlace.get_rank() else nn.MoE(4, 8, 2, 1)
     text = "algorithm must be one of" if name == "algorithm" else f"{name} must be a bool, got 'no'"
     with pytest.raises((TypeError, ValueError), match=text) as error:

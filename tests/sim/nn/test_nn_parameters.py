@@ -49,7 +49,6 @@ def check_group(model: nn.ModuleDict, group: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @ranks(place="sim")
 def test_initialisation_and_state_dicts_are_those_of_the_unsharded_layers(world_size: int) -> None:
-    """Its own parts, the whole, and back."""
     expected = unsharded()
     drawn = torch.rand(1)
     model = sharded()
@@ -172,7 +171,6 @@ def test_sizes_that_do_not_fit(make: Callable[[], Any], text: str) -> None:
 @pytest.mark.parametrize("what", ["range", "dtype", "length"])
 @ranks(place="sim")
 def test_indices_that_do_not_fit(what: str) -> None:
-    """The first rank alone is right, but for the length."""
     x, wrong = torch.zeros(4, dtype=torch.int64), interlace.get_rank() == 1
     kind, text, other = {
         "range": (
@@ -200,7 +198,7 @@ def test_indices_that_do_not_fit(what: str) -> None:
 )
 @ranks(place="sim")
 def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], text: str) -> None:
-    """The others have made theirs, and hear of it when they first communicate."""
+    """The other ranks have made their parameters, and get the error when they first communicate."""
 
     with pytest.raises(ValueError, match=text) as caught:
         make(interlace.get_rank() == 1)
@@ -238,7 +236,6 @@ def test_what_is_no_tensor_on_one_rank_all_are_told(make: Callable[[], nn.Module
 )
 @ranks(place="sim")
 def test_what_fails_in_the_middle_of_a_layer_on_one_rank_fails_on_all(kind: str, text: str) -> None:
-    """Then all can sum."""
     torch.manual_seed(1)
     wrong = interlace.get_rank() == 1
 
@@ -303,7 +300,7 @@ def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> N
 
 @ranks(1, place="sim")
 def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
-    """torch takes its first gradient undamped: no tensor that could be there before does that."""
+    """torch's first step is undamped, which no initial tensor could reproduce."""
     layer = inn.LayerNorm(3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):

@@ -13,7 +13,7 @@ from interlace.runtime.places.sim.place import SimStream
 def launches(
     change: Callable[[KernelLaunch], None] = lambda launch: None,
 ) -> Iterator[Counter[str]]:
-    """The kernels of ops, by name, which ``change`` sees first; those that end an op are not counted."""
+    """List the kernels of ops by name, without those that end an op; ``change`` gets each launch first."""
     seen: Counter[str] = Counter()
     launch = SimStream.launch
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import interlace
-from interlace import reference
+from interlace import functional, reference
 from interlace.ops.matmul import launch_norms as norms
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
 from interlace.runtime.tuning.configuration import override
 from ranks import ranks
 from sim.algorithms.node_support import TWO, on_nodes
+from sim.api.refusals import both, check_refused
 from sim.norms.counted import launches
 from support import LAYOUTS, laid_out, noise, poisoned, schedule_digest, slow_rank, starved
 from tiers import few
@@ -32,7 +33,7 @@ SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "programs": 2}
 
 @dataclass
 class Case:
-    """One call on all ranks, on inputs whose dimension ``dim`` is scattered, or none."""
+    """One call on all ranks; dimension ``dim`` of the inputs is scattered, or none."""
 
     op: str
     algorithm: str = "fused"
@@ -62,7 +63,7 @@ class Case:
         return noise(0, call, (self.columns,), self.result_dtype)
 
     def norm(self) -> Any:
-        # of a scale that is known before, so small that fp8 saturates
+        # this static scale is so small that fp8 saturates
         by = 1 / 400 if self.quantize == STATIC else 1
         if self.kind == "rms":
             return interlace.RMSNorm(self.vector(30) / by if self.affine else None, 1e-5)
@@ -88,7 +89,6 @@ class Case:
         return reference.split(whole, self.world, self.dim)[rank] if self.scattered else whole
 
     def call(self, group: Any = None) -> Any:
-        """The op on this rank."""
         rank, residual = interlace.get_rank(), self.whole_residual()
         matmul = self.op.startswith("matmul")
         own = None if residual is None else laid_out(self.own(residual, rank), self.layout)
@@ -105,7 +105,7 @@ class Case:
         return getattr(interlace, self.op)(*operands, **how)
 
     def total(self) -> reference.Bounded:
-        """The sum with the residual, all rows of it."""
+        """Return all rows of the sum with the residual."""
         ranks, op = range(self.world), "avg" if self.average else "sum"
         inputs = [self.input(rank) for rank in ranks]
         bias = noise(0, 4, (self.columns,), self.dtype) if self.bias else None
@@ -163,7 +163,6 @@ def run(case: Case, **configuration: Any) -> list[Any]:
 
 
 def drawn(seed: int) -> tuple[Case, dict[str, Any]]:
-    """A case at random."""
     pick = random.Random(seed)
     op = OPS[seed % 4]
     matmul = op.startswith("matmul")
@@ -206,7 +205,6 @@ def test_any_call(seed: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
 def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
-    """Ranks without a row of their own, no rows at all, no columns, and a product of nothing."""
     for lengths, columns, inner in (((2,), 8, 4), ((0,), 8, 4), ((3,), 0, 4), ((3,), 8, 0)):
         case = Case(op, algorithm, 3, lengths, columns, inner, quantize="fp8" if inner else None)
         results = run(case, **SMALL)
@@ -218,7 +216,7 @@ def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce_norm"])
 def test_in_two_shots(op: str) -> None:
-    """More rows than go in one shot: every rank norms its own, and the sums are gathered too."""
+    """There are more rows than one shot takes: every rank norms its rows and gathers the sums."""
     patched = mock.patch.object(norms, "ONE_SHOT_BYTES", 0)
     by_op = mock.patch("interlace.ops.matmul.norms.ONE_SHOT_BYTES", 0)
     for quantize in (None, "fp8"):
@@ -230,7 +228,7 @@ def test_in_two_shots(op: str) -> None:
 
 
 def test_the_chain_of_a_sequence_parallel_block_is_one_kernel() -> None:
-    """Normed rows go from registers into the own output and to every peer: nothing gathers them after."""
+    """Normed rows go from registers to the output and to every peer; no gather follows."""
     for op in ("matmul_reduce_scatter", "reduce_scatter_norm"):
         with launches() as seen:
             case = Case(op, lengths=(20,), gather=True, dim=0)
@@ -241,7 +239,7 @@ def test_the_chain_of_a_sequence_parallel_block_is_one_kernel() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("columns", [300, 513, 1024])
 def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) -> None:
-    """Rows that end within a block or a word; three calls in a row, of different lengths."""
+    """Rows end within a block or a word."""
 
     def on_rank() -> list[Any]:
         return [case.call() for case in cases]
@@ -259,7 +257,7 @@ def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) ->
 
 
 def test_a_token_behind_a_matmul_goes_by_words() -> None:
-    """Where "auto" finds nothing to fuse, as on a GPU: torch's matmul, and one kernel."""
+    """ "auto" finds nothing to fuse, so torch multiplies and one kernel follows."""
     few = mock.patch("interlace.ops.matmul.reduce.choose_algorithm", lambda *_, **how: "unfused")
     for dtype, quantize in ((BF16, None), (F32, "fp8")):
         case = Case(
@@ -279,7 +277,6 @@ def test_auto_takes_words_for_a_token_and_the_kernel_for_more() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_equal_bits_in_every_schedule(op: str) -> None:
-    """Also where one rank is late all the time."""
     case = Case(op, lengths=(9,), columns=24, kind="layer", gather="scatter" in op)
 
     def on_rank() -> Any:
@@ -300,7 +297,7 @@ def test_equal_bits_in_every_schedule(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
 def test_on_several_nodes(op: str, algorithm: str) -> None:
-    """Between nodes the op without a norm reduces, "auto" of matmuls by its kernels, and torch norms."""
+    """The op without a norm reduces between nodes, and torch computes the norm."""
     how: Any = {"gather": "scatter" in op, "quantize": "fp8", "bias": True, "dtype": BF16}
     case = Case(op, algorithm, 4, (13,), **how)
     with launches() as seen:
@@ -311,7 +308,7 @@ def test_on_several_nodes(op: str, algorithm: str) -> None:
 
 @ranks(2, place="sim")
 def test_statistics_do_not_cancel() -> None:
-    """Numbers far from zero: a variance from sums of squares in fp32 would be all error."""
+    """The numbers are far from zero: a variance from fp32 sums of squares would be all error."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) + 3000
     normed, total = interlace.all_reduce_norm(x / 2, norm=interlace.LayerNorm(), algorithm="fused")
     right = torch.nn.functional.layer_norm(total.double(), (256,))
@@ -331,7 +328,7 @@ def test_scales_are_as_a_scaled_matmul_takes_them() -> None:
 
 @pytest.mark.parametrize("arch", few([80, 90], 90))
 def test_compiled_kernels_have_the_same_sums(arch: int) -> None:
-    """In place ``ptx``; fp8 is made by a kernel of 9.0, and by torch where there is none."""
+    """The kernels run in place ``ptx``; below 9.0 torch makes fp8."""
     cases = [
         Case("all_reduce_norm", "fused", 2, (5,), 64, dtype=BF16),
         Case("all_reduce_norm", "low_latency", 2, (1,), 64, dtype=BF16, kind="layer"),
@@ -348,3 +345,103 @@ def test_compiled_kernels_have_the_same_sums(arch: int) -> None:
         if arch == 90 or not case.quantize:
             for one, other in zip(interpreted, compiled, strict=True):
                 assert torch.equal(one[index][1], other[index][1])
+
+
+RMS = interlace.RMSNorm(torch.ones(8))
+SCATTER, REDUCE, PARTS, ROWS = (
+    "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter_norm", "all_reduce_norm",
+)  # fmt: skip
+
+
+def arguments(op: str) -> dict[str, Any]:
+    weight = {"weight": torch.ones(6, 8)} if op.startswith("matmul") else {}
+    input = torch.ones(4, 6 if weight else 8)
+    return {"input": input, **weight, "norm": RMS, "algorithm": "unfused"}
+
+
+MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (SCATTER, {"residual": torch.ones(2, 8), "norm": None}, "need a norm, but norm is None"),
+    (REDUCE, {"quantize": "fp8", "norm": None}, "need a norm, but norm is None"),
+    (SCATTER, {"norm": torch.nn.RMSNorm(8)}, "TypeError: norm must be an interlace.RMSNorm or"),
+    (ROWS, {"norm": None}, "TypeError: norm must be an interlace.RMSNorm or"),
+    (SCATTER, {"scatter_dim": 1}, "is the last dimension"),
+    (PARTS, {"scatter_dim": -1}, "is the last dimension"),
+    (SCATTER, {"residual": torch.ones(4, 8)}, "(2, 8), got (4, 8)"),
+    (REDUCE, {"residual": torch.ones(2, 8)}, "(4, 8), got (2, 8)"),
+    (ROWS, {"residual": torch.ones(4, 8).half()}, "TypeError: residual is torch.float16"),
+    (ROWS, {"norm": interlace.RMSNorm(torch.ones(7))}, "(8,), got (7,)"),
+    (ROWS, {"norm": interlace.RMSNorm(torch.ones(8).half())}, "TypeError: weight of norm is torch.float16"),
+    (ROWS, {"norm": interlace.LayerNorm(None, torch.ones(7))}, "bias of norm"),
+    (ROWS, {"norm": interlace.RMSNorm(None, -1.0)}, "eps of norm must be 0 or more"),
+    (ROWS, {"norm": interlace.RMSNorm(None, None)}, "TypeError: eps of norm must be a number"),  # type: ignore[arg-type]
+    (ROWS, {"quantize": "int8"}, "mxfp8, mxfp8_e5m2, mxfp4, nvfp4, got 'int8'"),
+    (SCATTER, {"gather_normed": 1}, "TypeError: gather_normed must be a bool, got 1"),
+    (ROWS, {"algorithm": "kernel"}, "algorithm must be one of auto, fused"),
+    (PARTS, {"algorithm": "low_latency"}, "use all_reduce_norm"),
+    (ROWS, {"bias": torch.ones(4)}, "bias must have shape (8,)"),
+    (ROWS, {"reduce_op": "max"}, "reduce_op must be one of sum, avg"),
+    # a block for every row
+    (ROWS, {"input": both(torch.ones(65, 16)), "norm": both(interlace.RMSNorm()),
+            "algorithm": both("low_latency")}, "each row in whole blocks of 1024, got 66560"),
+    (ROWS, {"input": both(torch.ones(1, 8).double()), "norm": both(interlace.RMSNorm()),
+            "algorithm": both("fused")}, "TypeError: supports float32, float16 and bfloat16"),
+    *(
+        (op, changes, text)
+        for op in (SCATTER, REDUCE, PARTS, ROWS)
+        for changes, text in (
+            ({"norm": interlace.LayerNorm(torch.ones(8))}, "differs between ranks"),
+            ({"norm": interlace.RMSNorm(torch.ones(8), 0.5)}, "eps of norm differs between ranks"),
+            ({"norm": interlace.RMSNorm(None)}, "TypeError: weight of norm differs between ranks"),
+            ({"quantize": "fp8"}, "quantize differs between ranks: None on rank 0, fp8 on rank 1"),
+        )
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "changes", "text"), MISUSE)
+@ranks(2, place="sim")
+def test_misuse_of_one_rank_is_named_on_all(op: str, changes: dict[str, Any], text: str) -> None:
+    check_refused(getattr(interlace, op), arguments(op), changes, text)
+
+
+@ranks(2, place="sim")
+def test_with_an_activation_and_gradients_the_norm_is_checked_too() -> None:
+    """In this case torch computes the norm after the op."""
+    right = {**arguments(SCATTER), "activation": "relu"}
+    right["input"].requires_grad_()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"residual": torch.ones(8)}, "(2, 8), got (8,)"),
+        ({"scatter_dim": 1}, "is the last dimension"),
+        ({"norm": interlace.RMSNorm(torch.ones(8), 0.5)}, "eps of norm differs"),
+    ]
+    for changes, text in refused:
+        check_refused(interlace.matmul_reduce_scatter, right, changes, text)
+
+
+@ranks(2, place="sim")
+def test_fp8_has_no_gradient() -> None:
+    x = torch.ones(2, 8, requires_grad=True)
+    _, total = interlace.all_reduce_norm(x, norm=RMS, quantize="fp8")
+    total.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and x.grad.tolist() == [[2.0] * 8] * 2
+    (values, _), _ = interlace.all_reduce_norm(x, norm=RMS, quantize="fp8")
+    with pytest.raises(RuntimeError, match="with quantize='fp8' has no gradient"):
+        values.float().sum().backward()
+
+
+@ranks(2, place="sim")
+def test_functional_forms_refuse_too() -> None:
+    call: Any = functional.all_reduce_norm
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"norm": 1}, "norm must be"),
+        ({"residual": 3}, "residual must be"),
+        ({"norm": interlace.RMSNorm(None, True)}, "eps of norm must be a number, got True"),
+        ({"residual": torch.ones(2, 8, device="meta")}, "residual is on meta"),
+        ({"residual": torch.ones(2, 8).to_sparse()}, "residual must be a strided"),
+    ]
+    for changes, text in refused:
+        with pytest.raises(TypeError, match=text):
+            call(torch.ones(2, 8), **{"norm": RMS, **changes})
+    matmul: Any = functional.matmul_all_reduce
+    with pytest.raises(ValueError, match="need a norm"):
+        matmul(torch.ones(3, 8), torch.ones(8, 8), residual=torch.ones(3, 8))

@@ -1,6 +1,6 @@
-"""The flight recorder on GPUs: ops as hosts agree on them, their ends as the device tells them.
+"""The flight recorder on GPUs: ops as hosts agree on them, and their ends from the device.
 
-On the fake GPU; the watchdog looks when it is told to.
+The GPU is the fake one, and its watchdog looks only when a test calls it.
 """
 
 import os
@@ -29,13 +29,13 @@ def own_record() -> RankRecord:
 
 
 def ops() -> list[tuple[str, bool]]:
-    """Those of this rank that are no allocation, and whether each has ended."""
+    """Return this rank's ops except allocations, and whether each has ended."""
     found = [(str(op), bool(op.ended)) for op in own_record().collectives]
     return [(op, ended) for op, ended in found if not op.startswith("an allocation")]
 
 
 def looked() -> list[tuple[str, bool]]:
-    """The ops, when the watchdog has seen the headers as they are now."""
+    """Return the ops after the watchdog has read the headers."""
     look()
     torch.cuda.synchronize()
     look()
@@ -86,7 +86,6 @@ def test_an_op_of_several_parts_ends_with_the_last() -> None:
 
 
 def test_who_does_not_come_is_in_the_files(tmp_path: Path) -> None:
-    """The wait gives up on the device, and its record says for whom."""
     recorded = (
         (os.environ, dump.VARIABLE, str(tmp_path)),
         (dump, "_groups", weakref.WeakSet()),  # without those that other tests have left
@@ -121,7 +120,7 @@ def test_who_does_not_come_is_in_the_files(tmp_path: Path) -> None:
 
 @gpu_ranks(2, eager=0.0)
 def test_after_a_capture_no_end_is_told() -> None:
-    """For a replay counts epochs up of which the host does not know."""
+    """A replay counts epochs that the host does not know."""
     vector = torch.ones(4)
     interlace.all_reduce(vector, algorithm="copy")
     torch.cuda.synchronize()

@@ -34,7 +34,7 @@ class Group(types.SimpleNamespace):
 
 
 class Segments:
-    """The control segments of one group, as one rank sees them."""
+    """The control segments of one group, in the view of one rank."""
 
     def __init__(self, memory: dict[Any, int], group: tuple[int, ...], rank: int) -> None:
         self.memory, self.group, self.rank = memory, group, rank
@@ -69,7 +69,7 @@ class Segments:
 
 
 class Ranks:
-    """Ranks that call ops of ``programs``, of which each waits for the members of its group."""
+    """Ranks that call the ops of ``programs``; each op waits for the members of its group."""
 
     def __init__(self, programs: Sequence[Sequence[tuple[int, ...]]], module: Any) -> None:
         self.memory: dict[Any, int] = {}
@@ -115,7 +115,7 @@ class Ranks:
         self.ended.add(rank)
 
     def stuck(self, rank: int) -> set[int]:
-        """The circle of ranks, each of which waits for the next in vain, that ``rank`` is in."""
+        """Return the circle of waiting ranks that contains ``rank``."""
         chain = [rank]
         while chain[-1] in self.waiting:
             ranks, peer, number = self.waiting[chain[-1]]
@@ -152,7 +152,7 @@ def ranks_of(seed: int, module: Any) -> Ranks:
 
 
 def right(seed: int, module: Any) -> bool:
-    """Whether all that is found is a deadlock, and every one is found on all its ranks."""
+    """Return whether every finding is a deadlock, and all of its ranks find every deadlock."""
     ranks = ranks_of(seed, module)
     found = {rank for rank, _ in ranks.found}
     missed = {rank for rank in RANKS if ranks.stuck(rank) and rank not in found}
@@ -160,7 +160,7 @@ def right(seed: int, module: Any) -> bool:
 
 
 def loaded(old: str = "", new: str = "") -> Any:
-    """The module with one change, for whose waits time flies."""
+    """Return the module with one change; time runs fast for its waits."""
     source = Path(waiting.__file__).read_text()
     assert not old or source.count(old) == 1
     module = types.ModuleType("deadlock_of_test")

@@ -36,7 +36,7 @@ class FakeGroup:
 
 
 class FakeTorch:
-    """torch's bindings as the processes see them, which are threads here."""
+    """torch's bindings for the processes, which are threads here."""
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes
@@ -116,7 +116,6 @@ class FakeTorch:
 
 @pytest.fixture
 def fake(tmp_path: pathlib.Path) -> Iterator[FakeTorch]:
-    """Four ranks on two nodes, with all that is needed."""
     bindings, stream = FakeTorch([0, 0, 1, 1]), SimpleNamespace(synchronize=lambda: None)
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC")
     with replaced(
@@ -165,7 +164,7 @@ def test_near_memory_is_mapped_and_far_memory_is_a_number(
 
 
 def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
-    """As on machines whose nodes share one NVLink domain."""
+    """Nodes that share one NVLink domain map all memory."""
     fake.nodes = [0, 0, 0, 0]
 
     def on_rank(host: ThreadHost) -> Any:
@@ -177,7 +176,7 @@ def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
 
 
 def test_numbers_are_those_of_all_processes(fake: FakeTorch) -> None:
-    """torch.distributed may have numbered the processes in another order than this group."""
+    """torch.distributed may number the processes in another order than this group."""
     fake.everyone = lambda rank: FakeGroup(None, 3 - rank, 4)
     tables = on_hosts(lambda host: place_of(host)._allocate(64).peers.tolist()[4:], 4)
     assert tables == [[3, 2, 1, 0]] * 4
@@ -287,7 +286,7 @@ def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
 
 
 def compiled(module: int, *libraries: str) -> Any:
-    """As Triton's, whose metadata comes from JSON."""
+    """Return a compiled kernel as Triton's, with metadata from JSON."""
     metadata = SimpleNamespace(extern_libs=[[name, f"/x/{name}.bc"] for name in libraries])
     return SimpleNamespace(module=module, metadata=metadata)
 
@@ -310,7 +309,6 @@ def test_a_linked_module_gets_its_state_once(fake: FakeTorch) -> None:
 
 @pytest.mark.parametrize("put", ["nvshmem", "stores"])
 def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
-    """And every kernel gets exactly the arguments that it has."""
     options = {"extern_libs": (("libnvshmem_device", "x.bc"),)} if put == "nvshmem" else {}
     group: Any = AbsentGroup(4, put=put)
     group.nodes = group.place.nodes = Nodes((0, 0, 1, 1), put, options)

@@ -1,4 +1,4 @@
-"""Failures: deadlock reports, exceptions of ranks, time limits, and waits that give up."""
+"""Failures: deadlock reports, exceptions of ranks, time limits, and waits that time out."""
 
 import inspect
 import re
@@ -104,7 +104,7 @@ def test_groups_in_different_order_deadlock() -> None:
 
 
 class Strange(Exception):
-    """Cannot be made from one argument."""
+    """An exception that cannot be made from one argument."""
 
     def __init__(self, first: int, *, second: int) -> None:
         self.first, self.second = first, second
@@ -202,7 +202,7 @@ class Ranks:
             memory[SPIN_LIMIT_WORD] = spin_limit
 
     def run(self, kernel: Any, *, rank: int = 0, programs: int = 1, **arguments: Any) -> int:
-        """The number of steps that the schedule took."""
+        """Run a kernel, and return the number of steps of its schedule."""
         scheduler = Scheduler(0, block_polls=False, timeout=300)
 
         def launch() -> None:

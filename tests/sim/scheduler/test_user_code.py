@@ -1,5 +1,6 @@
-"""User code besides calls of ops: kernels of its own, errors on one rank, Ctrl-C."""
+"""User code besides calls of ops: kernels, errors, Ctrl-C, torch's state of a thread, vain polls."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 
 import interlace
+from interlace import functional
+from interlace.runtime.places.sim.scheduler import scheduler, torch_state
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 
 
@@ -48,7 +51,7 @@ def test_a_grid_that_is_none_is_named(grid: tuple[int, ...]) -> None:
 
 
 def test_own_kernels_are_corrupted_without_the_grid_of_the_task() -> None:
-    """Negative control: the test above fails if a task does not get its own grid back."""
+    """This is the negative control: the test above fails if a task does not get its own grid back."""
 
     def give_way(self: Scheduler) -> None:
         self.strategy.passes()
@@ -104,7 +107,7 @@ def test_triton_imported_first_says_what_to_do() -> None:
 
 
 def test_ctrl_c_while_a_run_begins_leaves_no_watchdog() -> None:
-    """It would raise in whatever this thread does when the run's time is over."""
+    """A watchdog would raise in later code of this thread after the run's time."""
     dogs, start = [], threading.Thread.start
 
     def interrupted(dog: threading.Thread) -> None:
@@ -119,3 +122,138 @@ def test_ctrl_c_while_a_run_begins_leaves_no_watchdog() -> None:
         interlace.run(interlace.get_rank, 1)
     (dog,) = dogs
     dog.join()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_modes_are_each_ranks_own(mode: str, seed: int) -> None:
+    def on_rank() -> None:
+        inside = interlace.get_rank() == 0
+        for _ in range(3):
+            with getattr(torch, mode)() if inside else contextlib.nullcontext():
+                interlace.barrier()
+                assert torch.is_grad_enabled() is not inside
+                assert torch.ones(1).is_inference() is (inside and mode == "inference_mode")
+        assert torch.is_grad_enabled() and not torch.ones(1).is_inference()
+
+    interlace.run(on_rank, 3, seed=seed)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def doubled() -> torch.Tensor:
+    """Wait within torch's dispatcher."""
+    mine: torch.Tensor = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()])) * 2
+    return mine
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warnings_have_the_handler_that_they_had(seed: int) -> None:
+    """A handler on the stack of an ended rank would crash the next warning."""
+    before = torch_state.warning_handler()
+    assert before is not None
+    interlace.run(doubled, 3, seed=seed)
+    assert torch_state.warning_handler() == before
+
+
+def test_dispatch_keys_are_left_as_they_were() -> None:
+    before = torch._C._dispatch_tls_local_exclude_set()
+    assert torch.equal(interlace.run(doubled, 2)[0], torch.tensor([2.0, 4.0]))
+    assert torch._C._dispatch_tls_local_exclude_set() == before
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+
+
+def drawn() -> list[float]:
+    """Return random numbers from before and after the turns of other ranks."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(3):
+        found += torch.randn(2).tolist()
+        interlace.barrier()
+    torch.nn.Dropout()(torch.ones(interlace.get_rank() * 7))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_draw_as_in_processes(seed: int) -> None:
+    (alone,) = interlace.run(drawn, 1)
+    before = torch.get_rng_state()
+    assert interlace.run(drawn, 3, seed=seed) == [alone] * 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_begin_to_draw_where_their_caller_is() -> None:
+    def fails() -> None:
+        drawn.append(torch.rand(1))
+        interlace.barrier()
+        raise ValueError
+
+    drawn: list[torch.Tensor] = []
+    with pytest.raises(ValueError):
+        interlace.run(fails, 3)
+    assert drawn == [torch.rand(1)] * 3
+
+
+@triton.jit
+def counting_wait(flag, looks, AT_MOST: tl.constexpr, SETS: tl.constexpr, WORK: tl.constexpr):
+    """Program 0 waits for the flag, at most AT_MOST polls; program 1 sets it after other work."""
+    if tl.program_id(0) == 0:
+        seen = 0
+        while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0) & (seen < AT_MOST):
+            seen = tl.atomic_add(looks, 1)
+    elif SETS:
+        for _ in range(WORK):
+            tl.atomic_add(looks + 1, 1)
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+def waited(at_most: int, sets: bool) -> None:
+    words = torch.zeros(3, dtype=torch.int32)
+    counting_wait[(2,)](words, words[1:], at_most, sets, 400)
+
+
+few_polls = mock.patch.object(scheduler, "VAIN_POLLS", 200)
+
+
+@few_polls
+@pytest.mark.parametrize("place", ["sim", "ptx"])
+def test_a_wait_that_counts_its_looks_is_a_deadlock(place: str) -> None:
+    with pytest.raises(interlace.DeadlockError, match=r"byte 0.*test_user_code.py:\d+ in count"):
+        interlace.run(waited, 1, 1 << 30, False, place=place)
+
+
+@few_polls
+@pytest.mark.parametrize(("at_most", "sets"), [(1 << 30, True), (300, False)])
+def test_a_wait_that_ends_is_none(at_most: int, sets: bool) -> None:
+    for seed in range(4):
+        interlace.run(waited, 1, at_most, sets, seed=seed)
+
+
+@triton.jit
+def long_reader(flag, looks, words, READS: tl.constexpr, SETS: tl.constexpr, COUNTS: tl.constexpr):
+    """Program 1 reads the same words for long, and then sets the flag; program 0 waits for it."""
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
+            if COUNTS:
+                tl.atomic_add(looks, 1)
+    else:
+        total = tl.zeros((16,), tl.int32)
+        for _ in range(READS):
+            total += tl.load(words + tl.arange(0, 16))
+        tl.store(words + tl.arange(0, 16), total)
+        if SETS:
+            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_who_reads_the_same_for_long_waits_for_nothing(counts: bool) -> None:
+    """Polls of other ranks meanwhile do not make this a deadlock."""
+
+    def read(sets: bool) -> int:
+        words = torch.ones(18, dtype=torch.int32)
+        words[:2] = 0
+        long_reader[(2,)](words, words[1:], words[2:], 1500, sets, counts)
+        return int(words[2])
+
+    assert interlace.run(read, 1, True, seed=1) == [1500]
+    with pytest.raises(interlace.DeadlockError, match=r"byte 0.*test_user_code.py:\d+ in long"):
+        interlace.run(read, 1, False, seed=1)

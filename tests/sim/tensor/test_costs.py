@@ -64,7 +64,7 @@ def spec(mesh: DeviceMesh, placements: list[object], shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("devices_per_host", [1, 2, 4, 8], indirect=True)
 def test_as_torchs_functions(devices_per_host: int) -> None:
-    """Over random meshes, shapes and placements; not one figure differs in its last bit."""
+    """Meshes, shapes and placements are random, and figures must be equal in their last bit."""
     draw, finite = random.Random(devices_per_host), 0
     kinds = [Replicate(), Shard(0), Shard(1), Shard(2), Partial(), Partial("max")]
     for _ in range(150):
@@ -143,7 +143,6 @@ def measurement(mesh: tuple[int, ...], backend: str = "fake") -> MeasuredMesh:
 
 
 def test_who_says_what_it_costs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller, then the file, then torch."""
     mesh, file = init_device_mesh("cpu", (2, 4)), tmp_path / "calibration.json"
     calibration.add(measurement((2, 4)), file)
     assert MeshTopoInfo.build_from_mesh(mesh).source == "torch"
@@ -240,7 +239,6 @@ def test_what_is_no_such_file_is_left_alone(
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """One that is not there, or in a home that is not, is no reason to warn."""
     assert calibration.path() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -278,7 +276,7 @@ def test_the_large_protocol_begins_where_the_lines_cross() -> None:
 
 
 def test_noise_is_no_bandwidth() -> None:
-    """Of small messages it is then that of large ones; where those hide theirs, nothing can be said."""
+    """If small messages give only noise, the bandwidth of large messages counts."""
     falling = {size: 20.0 - size / 1e3 for size in (1000, 2000, 4000)}
     large = {size: 100.0 + size / 1e4 for size in (1_000_000, 2_000_000)}
     for protocol in link_of(0, 2, "all_gather", falling, large).protocols:
@@ -339,7 +337,7 @@ def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_compilers_model_takes_calibrated_links(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GB/s of a whole that is gathered, of which a rank receives three quarters."""
+    """Its GB/s count the whole gathered tensor, of which a rank receives three quarters."""
     file = tmp_path / "calibration.json"
     monkeypatch.setenv(calibration.VARIABLE, str(file))
     with pytest.raises(

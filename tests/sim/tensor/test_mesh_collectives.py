@@ -19,7 +19,6 @@ from support import payload
 
 
 def mesh_of(rows: Any) -> DeviceMesh:
-    """On the calling rank."""
     return DeviceMesh("cpu", rows, _init_backend=False, _rank=interlace.get_rank())
 
 
@@ -35,7 +34,7 @@ def test_every_row_has_its_own_source(mesh_dim: int, group_src: int, async_op: b
     source = 2 * row + group_src if mesh_dim else 2 * group_src + column
     mine, part = payload(rank, 0, (3, 2)), torch.full((2, 2), torch.nan)
     whole = [payload(rank, 1 + r, (2, 2)) for r in range(2)]
-    # what others pass is not read, as in torch
+    # arguments of other ranks are not read, as in torch
     works = (
         tensor.mesh_broadcast(mine, mesh, mesh_dim, async_op, group_src=group_src),
         tensor.mesh_scatter(part, whole, mesh, mesh_dim, async_op, group_src=group_src),
@@ -51,7 +50,7 @@ def test_every_row_has_its_own_source(mesh_dim: int, group_src: int, async_op: b
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks(place="sim")
 def test_without_a_source_nobody_communicates(async_op: bool) -> None:
-    """Only rank 1 calls: had it to wait for rank 0, the simulator would report a deadlock."""
+    """Only rank 1 calls: if it waited for rank 0, the simulator would report a deadlock."""
     mesh = mesh_of([0, 1])
     interlace.groups.resolve((mesh, 0))  # the group of the mesh is made by both
     interlace.barrier()
@@ -139,7 +138,6 @@ SHAPES = [(2, 6), (2, 7), (3, 4, 5), (1, 1), (3, 0), (0, 4)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 @ranks(3, place="sim")
 def test_shards_along_another_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """In a row that has ranks in another order."""
     dims = [(g, s) for g in range(len(shape)) for s in range(len(shape))] + [(-1, 0), (0, -1)]
     row = [2, 0, 1]
     mesh, at = mesh_of(row), row.index(interlace.get_rank())
@@ -157,7 +155,6 @@ def test_shards_along_another_dimension(shape: tuple[int, ...], dtype: torch.dty
 
 @ranks(place="sim")
 def test_starts_at_once() -> None:
-    """Neither rank waits for the other before both have started, in different orders of use."""
     rank, mesh = interlace.get_rank(), mesh_of([0, 1])
     x = torch.arange(4.0).view(2, 2) + rank
     made = [tensor.shard_dim_alltoall(x * k, 0, 1, mesh, 0, async_op=True) for k in (1, 2)]
@@ -200,7 +197,7 @@ def test_pads_and_back_as_torch(dim: int) -> None:
 
 
 def test_graphs_of_symbolic_padding_are_alike() -> None:
-    """A size that happens to be 0 on a rank still gives the op, as in torch."""
+    """A padding of 0 on one rank still gives the op."""
 
     def traced(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         size = n.shape[0]
@@ -272,7 +269,6 @@ def test_metadata_that_differs(other: torch.Tensor, shapes_too: bool, text: str 
 
 @ranks(3, place="sim")
 def test_metadata_within_a_group() -> None:
-    """Rank 2 is in none of the groups that compare."""
     if interlace.get_rank() < 2:
         tensor.check_tensor_meta(torch.ones(2), group=[0, 1])
 

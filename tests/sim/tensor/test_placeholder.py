@@ -43,7 +43,7 @@ def saved_and_loaded(value: Any) -> Any:
 
 
 def renamed_and_loaded(value: Any) -> Any:
-    """As a checkpoint of the time when the file was ``tensor/uneven/placeholder.py``."""
+    """Load it as from a checkpoint that names the file ``tensor/uneven/placeholder.py``."""
     file = io.BytesIO()
     with (
         mock.patch.dict(

@@ -103,7 +103,7 @@ def test_replicas_send_once_and_their_gradients_add_up() -> None:
 
 @ranks(4, place="sim")
 def test_sizes_that_are_known_or_found() -> None:
-    """Known ones need no message: had rank 3 to wait for others, the simulator would report a deadlock."""
+    """If rank 3 waited for a message with known sizes, the simulator would report a deadlock."""
     rank = interlace.get_rank()
     local = torch.ones([2, 2, 1, 0][rank], 3)
     found = from_local(local, None, [Shard(0)])

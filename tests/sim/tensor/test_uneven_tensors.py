@@ -32,12 +32,12 @@ def shape(length: int, dim: int) -> tuple[int, ...]:
 
 
 def weighted(tensor: Tensor, call: int) -> Tensor:
-    """A loss that is not linear, so that its gradient shows which values went where."""
+    """Return a loss that is not linear, so that its gradient depends on the values."""
     return (tensor.sin() * noise(9, call, tensor.shape, torch.float64)).sum()
 
 
 def reference(inputs: list[Tensor], function: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
-    """The gradients of ``inputs`` by torch alone."""
+    """Return the gradients of ``inputs`` by torch alone."""
     leaves = [each.clone().requires_grad_() for each in inputs]
     return list(torch.autograd.grad(function(leaves), leaves, allow_unused=True))
 
@@ -46,7 +46,7 @@ def reference(inputs: list[Tensor], function: Callable[[list[Tensor]], Tensor]) 
 
 
 def picks(rank: int, world_size: int) -> list[Tensor]:
-    """Some positions twice, some for several ranks, nothing for the rank itself."""
+    """Return some positions twice, some for several ranks, and none for the rank itself."""
     every = [torch.tensor([0, 1 + rank, 0][: 1 + (rank + r) % 3]) for r in range(world_size)]
     every[rank] = torch.empty(0, dtype=torch.int32)
     return every
@@ -54,7 +54,7 @@ def picks(rank: int, world_size: int) -> list[Tensor]:
 
 @dataclass
 class Moved:
-    """``call`` with this rank's tensor; ``right`` is what a rank gets of all, or None."""
+    """``call`` with this rank's tensor; ``right`` is a rank's result from all tensors, or None."""
 
     call: Callable[[Any, int, int, int], Tensor]
     right: Callable[[list[Tensor], int, int, int], Tensor | None]
@@ -99,7 +99,7 @@ OPS = {
 
 
 def inputs_of(op: str, size: int, dim: int) -> list[Tensor]:
-    """Of a scatter only the root's counts."""
+    """In a scatter only the root's input counts."""
     lengths = LENGTHS[size]
     if op.startswith("scatter"):
         lengths = [sum(lengths)] * size
@@ -114,7 +114,6 @@ OPS["scatter, with placeholders"] = OPS["scatter"]
 @pytest.mark.parametrize(("world_size", "dim"), CASES)
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(op: str, world_size: int, dim: int) -> None:
-    """Where a scatter has no input, it may get a placeholder."""
     moved, inputs = OPS[op], inputs_of(op, world_size, dim)
     right = [moved.right(inputs, rank, world_size, dim) for rank in range(world_size)]
 
@@ -224,7 +223,7 @@ BIG = 256.0  # in bfloat16 its neighbour is 258, so that adding 1 is lost
 @pytest.mark.parametrize(("accumulate", "total"), [("fp32", 260.0), (None, 256.0)])
 @ranks(4, place="sim")
 def test_gradients_accumulate_in_fp32(accumulate: str | None, total: float) -> None:
-    """256 + 1 + 1 + 1 rounds to 260; the other way each addition is rounded, and all are lost."""
+    """bfloat16 rounds 256 + 1 + 1 + 1 to 260; with a rounding after each addition the sum stays 256."""
     grad = torch.full((4,), 1.0 if interlace.get_rank() else BIG, dtype=torch.bfloat16)
     mine = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     for found in (
@@ -314,7 +313,7 @@ def test_grad_modes_have_to_agree() -> None:
 
 
 def test_backward_in_another_order_is_named() -> None:
-    """Two ops of equal shapes, whose gradients would go to each other's inputs."""
+    """Two ops have equal shapes, and their gradients would go to each other's inputs."""
 
     def crossed() -> None:
         one, two = (torch.ones(2, requires_grad=True) for _ in range(2))

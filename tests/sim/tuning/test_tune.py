@@ -43,7 +43,7 @@ GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
 
 
 def row(problem: Problem = GATHER, algorithm: str = "fused", **values: Any) -> CacheRow:
-    """A measurement of the bucket of ``problem``."""
+    """Return a measurement of the bucket of ``problem``."""
     world, rows, columns, inner = tuning.bucket_of(problem)
     kind = (problem.op, tuning.dtype_name(problem), tuning.extents_of(problem))
     return CacheRow(*kind, world, rows, columns, inner, algorithm, {algorithm: values})
@@ -324,7 +324,6 @@ def run_tune(**options: Any) -> tuple[int, str]:
 
 
 def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
-    """From measuring to the next call that finds what was measured."""
     file = tmp_path / "tune.json"
     sizes = {"m": "16", "n": "16", "k": "16"}
     code, text = run_tune(
@@ -352,7 +351,7 @@ def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_rows_of_a_format_are_found_by_calls_with_it_alone(op: str, tmp_path: pathlib.Path) -> None:
-    """Of formats whose rows have as many bytes, too."""
+    """Rows of other formats may have equally many bytes."""
     file, sizes = tmp_path / "tune.json", {"m": "8", "n": "16", "k": "160"}
     given: dict[str, Any] = {"op": (op,), "place": "sim", "format": "mxfp8", **sizes}
     code, text = run_tune(budget=0.5, cache=str(file), **given)
@@ -385,7 +384,6 @@ def test_rows_of_a_format_are_found_by_calls_with_it_alone(op: str, tmp_path: pa
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_candidates_of_a_format(name: str, capability: int) -> None:
-    """Each multiplies as many numbers along k at a time as the table says."""
     kind = TUNED["all_gather_matmul"]
     problem = kind.problem(torch.bfloat16, (8192, 3584, 8192), 8, format=name)
     assert problem.inner == FORMATS[name].row_bytes(8192) and tuning.dtype_name(problem) == name
@@ -400,7 +398,7 @@ def test_candidates_of_a_format(name: str, capability: int) -> None:
 
 
 def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
-    """The negative control of the check: an op that is wrong by more than rounding."""
+    """The negative control of the check is an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
     right = op.ours
 

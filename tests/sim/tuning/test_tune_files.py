@@ -31,7 +31,7 @@ GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
 
 
 def with_row(**changes: Any) -> str:
-    """A file whose one row is changed so."""
+    """Return a file whose one row is changed."""
     return with_machine(rows=[{**cache.asdict(ROW), **changes}])
 
 
@@ -79,8 +79,6 @@ def tune(file: pathlib.Path, out: io.StringIO | None = None) -> int:
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """A measurement fails the test."""
-
     def fail(*arguments: Any) -> Any:
         pytest.fail("measured, though nothing can be written")
 
@@ -144,7 +142,7 @@ def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
 def test_a_file_or_folder_without_permission(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what the system says, for root may write everything."""
+    """The system's answer counts, because root may write everywhere."""
     file = tmp_path / "tune.json"
     cache.add(HERE, [ROW], file)
     read_only = replaced((os, "access", lambda path, mode: False))

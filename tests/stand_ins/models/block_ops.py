@@ -1,10 +1,11 @@
 """Ops of vLLM and torchao for block-scaled operands, for machines without them, computed by torch.
 
-vLLM: ``csrc/libtorch_stable/torch_bindings.cpp`` (``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
-``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``); ``model_executor/layers/quantization/utils/fp8_utils.py``
-(``w8a8_triton_block_scaled_mm_func``, ``padded_cutlass``, ``fp8_gemm_nt_op``); ``utils/flashinfer.py``
-(``flashinfer_mm_fp4``). torchao: ``prototype/blockwise_fp8_training/kernels.py``
-(``blockwise_scaled_mm``), and ``prototype/mx_formats/utils.py`` (:func:`to_blocked`).
+- vLLM, ``csrc/libtorch_stable/torch_bindings.cpp``: ``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
+  ``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``.
+- vLLM, ``model_executor/layers/quantization/utils/fp8_utils.py``: ``w8a8_triton_block_scaled_mm_func``,
+  ``padded_cutlass``, ``fp8_gemm_nt_op``. ``utils/flashinfer.py``: ``flashinfer_mm_fp4``.
+- torchao, ``prototype/blockwise_fp8_training/kernels.py``: ``blockwise_scaled_mm``.
+  ``prototype/mx_formats/utils.py``: :func:`to_blocked`.
 """
 
 from typing import Any
@@ -54,7 +55,7 @@ SCHEMAS = {
 
 
 def to_blocked(scales: Tensor) -> Tensor:
-    """torchao's change of plain scales into the layout SWIZZLE_32_4_4, in its ops."""
+    """Change plain scales into the layout SWIZZLE_32_4_4, with torchao's ops."""
     rows, columns = scales.shape
     bands, groups = -(-rows // 128), -(-columns // 4)
     padded = torch.zeros((bands * 128, groups * 4), dtype=scales.dtype)
@@ -70,7 +71,7 @@ def per_token_group_fp8_quant(input: Tensor, output_q: Tensor, output_s: Tensor,
 
 
 def scaled_fp4_quant(input: Tensor, input_scale: Tensor, swizzle: bool) -> tuple[Tensor, Tensor]:
-    """Scales as int32, each of which is four of them."""
+    """Return scales as int32, each of which is four scales."""
     made = quantize(input, "nvfp4", whole=1 / input_scale)
     scales = swizzled(made.scales).view(-1, made.scales.shape[1]) if swizzle else made.scales
     return made.values.view(torch.uint8), scales.view(torch.int32)
@@ -97,7 +98,7 @@ def cutlass(out: Tensor, a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any
 
 
 def multiplied_fp4(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
-    """Of ``(m, k / 2)`` and ``(n, k / 2)``, with swizzled scales."""
+    """Multiply ``(m, k / 2)`` and ``(n, k / 2)`` with swizzled scales."""
     sides = []
     for values, scales in ((a, a_scales), (b, b_scales)):
         rows, blocks = values.shape[0], values.shape[1] // 8

@@ -11,7 +11,7 @@ from stand_ins.fake_kernels import Arguments, Steps, _send
 
 
 def _rows(a: Arguments, name: str, rows: int, size: int) -> torch.Tensor:
-    """``[tokens, batches, heads, size]`` of a kernel's ``Queries``."""
+    """Return ``[tokens, batches, heads, size]`` of a kernel's ``Queries``."""
     shape = rows, a.batches, a.heads, size
     strides = (getattr(a, f"{name}_stride{of}") for of in ("", "_b", "_h"))
     return a.tensor(f"{name}_ptr", (shape, (*strides, 1)))
@@ -37,7 +37,7 @@ def _heads_seen(a: Arguments) -> torch.Tensor:
 def _scores(
     a: Arguments, rows: int, keys: torch.Tensor, line: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the first ``rows`` queries to the packed ``keys`` of a line, and keys and values, by head."""
+    """Return scores of the first ``rows`` queries and a line's packed ``keys``, and its keys and values."""
     _, _, _, count, position, more_rows, more_position, *_ = line
     places = [torch.arange(count) + position, torch.arange(more_rows) + more_position]
     low, high = a.tensor("spans_ptr").view(-1, 2)[:rows].unsqueeze(-1).unbind(1)
@@ -105,7 +105,7 @@ def merge_attention_kernel(a: Arguments) -> Steps:
 def _gradients(
     a: Arguments, line: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the scores of a line; the weights, the keys by head, and the gradients of the output."""
+    """Return a line's gradients of scores, weights, keys by head, and gradients of the output."""
     score, key, value = _scores(a, a.sums_rows, _of_line(a, line), line)
     shape = a.batches, a.heads, a.sums_rows, 1
     lse, delta = (a.tensor(each).view(shape) for each in ("sums_lse_ptr", "delta_ptr"))

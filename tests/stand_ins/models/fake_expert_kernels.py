@@ -14,7 +14,7 @@ def _region(a: Arguments, rank: int, byte: int, count: int, dtype: torch.dtype) 
 
 
 def _parts(a: Arguments) -> list[tuple[str, int, int]]:
-    """What travels with a token: name, byte of its region, numbers per row."""
+    """Return the data that travels with a token: name, byte of its region, numbers per row."""
     parts = [("x_ptr", a.x_byte, a.x_words), ("facts_ptr", a.facts_byte, 3 * a.TOPK)]
     return [*parts, ("scales_ptr", a.scales_byte, a.scale_words)] if a.SCALED else parts
 
@@ -103,7 +103,7 @@ def _summed(a: Arguments, home: torch.Tensor) -> None:
 
 
 def _sent_home(a: Arguments, rows: torch.Tensor, segments: torch.Tensor, each: int) -> Steps:
-    """``rows`` to their homes, ``each`` slots of every rank; then the sums of the own ones."""
+    """Send ``rows`` to their tokens' ranks, ``each`` slots of every rank; then sum this rank's rows."""
     width = rows.shape[1]
     for peer in range(a.world_size):
         yield a.credit(peer, a.epoch)

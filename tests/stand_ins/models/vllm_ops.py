@@ -1,6 +1,6 @@
 """vLLM's ops for the norms after an all-reduce, for machines without vLLM: its schemas, computed by torch.
 
-As in vLLM's ``csrc`` and ``vllm.ir``: those of ``_C`` change their arguments, those of ``vllm_ir`` do not.
+The sources are vLLM's ``csrc`` and ``vllm.ir``. Ops of ``_C`` change their arguments, unlike ``vllm_ir``.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ _defined: set[str] = set()
 
 
 def define_ops(schemas: dict[str, str], kernels: Sequence[Callable[..., Any]]) -> bool:
-    """Define each schema's op, computed by the kernel at its place; False if this process has them."""
+    """Define each schema's op with the kernel at its place; return False if this process has them."""
     if _defined.issuperset(schemas):
         return False
     for (name, schema), kernel in zip(schemas.items(), kernels, strict=True):
