@@ -401,15 +401,14 @@ def enqueue_with_sends(
     def body(workspace: Workspace) -> None:
         most = max(1, communicator.place.program_limit // 4)
         copiers = min(configuration.copiers, len(lines), most)
-        if lines and not (copiers and tiles):
+        if lines and not copiers:
             plain.send_by_copy_engine(communicator, workspace, lines, [(rows, 0)])
-            copiers = 0
-        if tiles:
+        if copiers or tiles:
             resident = plain.resident_programs(communicator, configuration, copiers)
             grid = persistent_grid(copiers, tiles, max(copiers + 1, resident))
             given = {**arguments, **copies(configuration, copiers)}
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, given, **options))
-        else:
+        if not tiles:
             # No tile, so no program has waited; but rows that arrive late would hit the next op.
             for source, slot in arrivals():
                 communicator.compute.wait(workspace, source, slot)
