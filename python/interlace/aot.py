@@ -185,10 +185,10 @@ class Bundle:
                 raise TypeError(f"no kernel of {self.op} has an argument {name!r}")
         numbers = {name: each for name, each in arguments.items() if self._counts(name)}
         for kernel in self._run:
-            own = {name: arguments[name] for name in kernel.arguments if name in arguments}
+            of_kernel = {name: arguments[name] for name in kernel.arguments if name in arguments}
             # a quantity may depend on an argument of another kernel
-            others = {name: each for name, each in numbers.items() if name not in own}
-            kernel.launch({**others, **values}, own, stream=stream)
+            of_launch = {name: each for name, each in numbers.items() if name not in of_kernel}
+            kernel.launch({**of_launch, **values}, of_kernel, stream=stream)
 
     def _counts(self, name: str) -> bool:
         """Return whether an argument is a whole number."""
@@ -237,16 +237,16 @@ class Kernel:
 
         Raises TypeError or ValueError naming the argument.
         """
-        given, cupy = self._numbers(arguments), _cupy()
+        integers, cupy = self._numbers(arguments), _cupy()
         if isinstance(grid, Mapping):
             resident = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-            known = self._values({"resident": resident, **self._merged(grid, given)})
+            known = self._values({"resident": resident, **self._merged(grid, integers)})
             self._check(known)
             extents = _extents(known.value(self.name))
-            given = {**self._derived(known, given), **given}
+            integers = {**self._derived(known, integers), **integers}
         else:
             extents = _extents(grid)
-        packed = self._packed(given)
+        packed = self._packed(integers)
         with _entered(cupy, stream):
             scratch = self._scratch_pointer(cupy, extents)
             self._function(cupy)(
@@ -278,23 +278,29 @@ class Kernel:
             if (value := arguments.get(p["name"])) is not None
         }
 
-    def _merged(self, values: Mapping[str, object], given: Mapping[str, int]) -> dict[str, object]:
+    def _merged(
+        self, values: Mapping[str, object], integers_given: Mapping[str, int]
+    ) -> dict[str, object]:
         """Return launch values and integer arguments: a quantity may depend on both."""
-        integers = {p["name"]: given[p["name"]] for p in self._integers if p["name"] in given}
+        integers = {
+            p["name"]: integers_given[p["name"]]
+            for p in self._integers
+            if p["name"] in integers_given
+        }
         for name, value in integers.items():
             if name in values and values[name] != value:
                 raise ValueError(f"{name} is {value} as an argument, {values[name]} as a value")
         return {**values, **integers}
 
-    def _derived(self, known: LaunchValues, given: Mapping[str, int]) -> dict[str, int]:
+    def _derived(self, known: LaunchValues, integers: Mapping[str, int]) -> dict[str, int]:
         """Return the integer arguments that were not passed and that the launch values determine."""
         return {
             p["name"]: _number(p["name"], p["type"], known.value(p["name"]))
             for p in self._integers
-            if p["name"] not in given and p["name"] in known
+            if p["name"] not in integers and p["name"] in known
         }
 
-    def _packed(self, given: Mapping[str, object]) -> list[tuple[str, object]]:
+    def _packed(self, integers: Mapping[str, object]) -> list[tuple[str, object]]:
         """Return (type, value) of every parameter; value is None if the loader sets it."""
         packed: list[tuple[str, object]] = []
         for parameter in self.parameters:
@@ -302,13 +308,13 @@ class Kernel:
             if parameter["from"] == "loader":
                 packed.append((kind, None))
                 continue
-            if name not in given and parameter["used"]:
+            if name not in integers and parameter["used"]:
                 raise TypeError(f"{self.name} lacks argument {name!r}, a {kind}")
-            number = given.get(name, 0)
+            number = integers.get(name, 0)
             if kind != _FLOAT and number % parameter["divisible_by"]:
-                what = f"at address {number:#x}" if kind[0] == "*" else str(number)
+                value = f"at address {number:#x}" if kind[0] == "*" else str(number)
                 raise ValueError(
-                    f"{name} is {what}; {self.name} was compiled for multiples of "
+                    f"{name} is {value}; {self.name} was compiled for multiples of "
                     f"{parameter['divisible_by']}"
                 )
             packed.append((kind, number))

@@ -94,11 +94,11 @@ def around(
             runs.append(run)
 
     if place == "sim":
-        with recorder.recording() as made:
+        with recorder.recording() as recording:
             try:
                 return start(fn)
             finally:
-                collect([made.recording()])
+                collect([recording.recording()])
     both = start(functools.partial(_recorded, fn))
     collect([part for _, part in both])
     return [result for result, _ in both]
@@ -106,6 +106,6 @@ def around(
 
 def _recorded(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
     """Return the result of ``fn`` and its part of the recording, in a rank with its own process."""
-    with recorder.recording() as made:
+    with recorder.recording() as recording:
         result = fn(*args, **kwargs)
-    return result, made.recording()
+    return result, recording.recording()

@@ -59,23 +59,23 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     reports = item.stash.setdefault(REPORTS, [])
-    wrong, how = "", None
+    wrong, options = "", None
     try:
-        how = _marked(item)
+        options = _marked(item)
     except (TypeError, ValueError) as error:
         wrong = str(error)  # an argument of the mark is wrong
     if wrong:
         pytest.fail(wrong, pytrace=False)
     test: Any = item
-    if how is not None:
-        body, test.obj = test.obj, _on_ranks(test.obj, **how)
+    if options is not None:
+        body, test.obj = test.obj, _on_ranks(test.obj, **options)
     try:
         result = yield
     except BaseException:
         reports.clear()  # the test has failed already
         raise
     finally:
-        if how is not None:
+        if options is not None:
             test.obj = body  # restored for plugins that run the test again
     _tell(reports)
     return result
@@ -88,20 +88,20 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
         return None
     from interlace_verify.race_check.check import check_races
 
-    how = dict(DEFAULTS)
+    options = dict(DEFAULTS)
     for mark in marks:
         if mark.args or not mark.kwargs.keys() <= DEFAULTS.keys():
             strange = [*map(repr, mark.args), *(k for k in mark.kwargs if k not in DEFAULTS)]
             raise TypeError(
                 f"the mark is {SIGNATURE}, with named arguments; got {', '.join(strange)}"
             )
-        how.update(mark.kwargs)
+        options.update(mark.kwargs)
     if not isinstance(item, pytest.Function):
         raise TypeError(f"the mark interlace is for functions, got a {type(item).__name__}")
-    if not isinstance(how["seeds"], (int, Collection)):  # several tests may share the mark
-        raise TypeError(f"seeds must be a number of schedules or a list, got {how['seeds']!r}")
-    check_races(item.obj, *how.values(), names=("the body", "ranks"))
-    return how
+    if not isinstance(options["seeds"], (int, Collection)):  # several tests may share the mark
+        raise TypeError(f"seeds must be a number of schedules or a list, got {options['seeds']!r}")
+    check_races(item.obj, *options.values(), names=("the body", "ranks"))
+    return options
 
 
 def _on_ranks(body: Callable[..., Any], ranks: int, **how: Any) -> Callable[..., None]:

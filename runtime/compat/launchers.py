@@ -75,28 +75,28 @@ def local_rank() -> int | None:
     return None if text is None else _number(Said("LOCAL_RANK", text))
 
 
-def variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a process with the variables ``given``; {} if it is not a rank.
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a process with the variables ``environment``; {} if it is not a rank.
 
     >>> variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
     >>> variables({"RANK": "0", "WORLD_SIZE": "1"})
     {'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '0'}
     """
-    own = {name: Said(name, given[name]) for name in NAMES if name in given}
-    _check(own)
-    others = {} if len(own) == len(NAMES) else _of_other_launchers(given)
-    mine = [name for name in IDENTITY if name in own]
-    if mine and not (others and _same_rank(own, others)):
-        if len(mine) < len(IDENTITY):
-            (unset,) = {*IDENTITY} - {*mine}
-            said = " and ".join(str(others[name]) for name in IDENTITY if name in others)
+    standard = {name: Said(name, environment[name]) for name in NAMES if name in environment}
+    _check(standard)
+    foreign = {} if len(standard) == len(NAMES) else _of_other_launchers(environment)
+    identity = [name for name in IDENTITY if name in standard]
+    if identity and not (foreign and _same_rank(standard, foreign)):
+        if len(identity) < len(IDENTITY):
+            (unset,) = {*IDENTITY} - {*identity}
+            conflict = " and ".join(str(foreign[name]) for name in IDENTITY if name in foreign)
             raise ValueError(
-                f"{own[mine[0]]} is in the environment without {unset}"
-                f"{said and f', against {said}'}: unset {mine[0]}, or set both"
+                f"{standard[identity[0]]} is in the environment without {unset}"
+                f"{conflict and f', against {conflict}'}: unset {identity[0]}, or set both"
             )
-        others = {}
-    found = {**others, **own}
+        foreign = {}
+    found = {**foreign, **standard}
     if "RANK" not in found:
         return {}
     if (by := _on_one_host(found)) is not None:
@@ -104,7 +104,7 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
     if found["WORLD_SIZE"].value == "1":
         found.setdefault("MASTER_PORT", Said(found["WORLD_SIZE"].by, "0"))  # any free port
     _check(found)
-    return {name: said.value for name, said in found.items()}
+    return {name: conflict.value for name, conflict in found.items()}
 
 
 def _on_one_host(found: Mapping[str, Said]) -> str | None:
@@ -118,25 +118,32 @@ def _same_rank(one: Mapping[str, Said], other: Mapping[str, Said]) -> bool:
     return all(one[n].value == other[n].value for n in IDENTITY if n in one and n in other)
 
 
-def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
+def _of_other_launchers(environment: Mapping[str, str]) -> dict[str, Said]:
     found: dict[str, Said] = {}
     hosts = ""
     job: tuple[str, ...] = ()
     for column, names in enumerate(zip(*VARIABLES.values(), strict=True)):
         pairs = zip(VARIABLES, names, strict=True)
-        said = {to: Said(name, given[name]) for to, name in pairs if name in given}
-        if any(name not in said for name in IDENTITY) or not _same_rank(found, said):
+        variables_set = {
+            to: Said(name, environment[name]) for to, name in pairs if name in environment
+        }
+        if any(name not in variables_set for name in IDENTITY) or not _same_rank(
+            found, variables_set
+        ):
             continue
         if not found:
             hosts, job = HOSTS[column], JOBS[column]
-        found = {**said, **found}  # srun may set PMI's variables, too, without the local rank
+        found = {
+            **variables_set,
+            **found,
+        }  # srun may set PMI's variables, too, without the local rank
     if not found:
         return found
-    if given.get("SLURM_STEP_NUM_NODES") == "1":
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
         found.setdefault("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])
-    if hosts in given and _on_one_host(found) is None:
-        found["MASTER_ADDR"] = Said(hosts, first_host(given[hosts]))
-    if parts := {name: given[name] for name in job if name in given}:
+    if hosts in environment and _on_one_host(found) is None:
+        found["MASTER_ADDR"] = Said(hosts, first_host(environment[hosts]))
+    if parts := {name: environment[name] for name in job if name in environment}:
         port = FIRST_PORT + zlib.crc32("/".join(parts.values()).encode()) % PORTS
         empty = (Said(*part) for part in parts.items() if not part[1])
         found["MASTER_PORT"] = next(empty, Said(job[0], str(port)))
@@ -146,8 +153,8 @@ def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
 def _check(found: Mapping[str, Said]) -> None:
     """Raise ValueError with the name of a variable whose value is impossible."""
     numbers = {
-        name: _number(said, least=1 if name.endswith("SIZE") else 0)
-        for name, said in found.items()
+        name: _number(entry, least=1 if name.endswith("SIZE") else 0)
+        for name, entry in found.items()
         if name != "MASTER_ADDR"
     }
     ranks = numbers.get("WORLD_SIZE")
@@ -164,13 +171,13 @@ def _check(found: Mapping[str, Said]) -> None:
         raise ValueError(f"{found['MASTER_ADDR']} in the environment is not the name of a host")
 
 
-def _number(said: Said, least: int = 0) -> int:
+def _number(entry: Said, least: int = 0) -> int:
     try:
-        number = int(said.value)
+        number = int(entry.value)
     except ValueError:
         number = least - 1
     if number < least:
-        raise ValueError(f"{said} in the environment must be a whole number, at least {least}")
+        raise ValueError(f"{entry} in the environment must be a whole number, at least {least}")
     return number
 
 

@@ -82,12 +82,12 @@ def was_tried(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def needed(name: str, what: str) -> Iterator[None]:
+def needed(name: str, subject: str) -> Iterator[None]:
     """Wrap imports of internals of ``name``: an ImportError says what is missing and who has it."""
     try:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"interlace needs {what}, of which {name} {installed(name)} lacks a part: {error}; "
+            f"interlace needs {subject}, of which {name} {installed(name)} lacks a part: {error}; "
             f"{name} {_words(name)} have it"
         ) from error

@@ -85,11 +85,11 @@ def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
 
 def _package(real: str, module: types.ModuleType) -> types.ModuleType:
     """Return ``module``'s contents as the package ``real``, under whose name ``from`` looks for modules."""
-    made = types.ModuleType(real, module.__doc__)
+    package = types.ModuleType(real, module.__doc__)
     names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    vars(made).update(names, __path__=_FoldersOfPackage(real))
-    made.__spec__ = importlib.machinery.ModuleSpec(real, None, is_package=True)
-    return made
+    vars(package).update(names, __path__=_FoldersOfPackage(real))
+    package.__spec__ = importlib.machinery.ModuleSpec(real, None, is_package=True)
+    return package
 
 
 class _FoldersOfPackage(list[str]):

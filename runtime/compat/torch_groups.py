@@ -81,9 +81,9 @@ def of_members(
     """Return torch's group of backend "interlace" of these global ranks, as ``new_group`` for all ranks."""
     c10d: Any = dist.distributed_c10d
     about = len(ranks), rank, list(ranks), dist.Backend("interlace"), store, name
-    made, _ = c10d._new_process_group_helper(*about, timeout=timeout)
-    c10d._world.pg_group_ranks[made] = {whole: part for part, whole in enumerate(ranks)}
-    return made
+    group, _ = c10d._new_process_group_helper(*about, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {whole: part for part, whole in enumerate(ranks)}
+    return group
 
 
 def leave_unrecorded(name: str) -> None:
@@ -173,10 +173,10 @@ def registered(name: str) -> Any:
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate symmetric memory of this rank, as bytes."""
-    made: torch.Tensor = c10d._SymmetricMemory.empty_strided_p2p(
+    tensor: torch.Tensor = c10d._SymmetricMemory.empty_strided_p2p(
         (nbytes,), (1,), torch.uint8, device
     )
-    return made
+    return tensor
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -231,9 +231,9 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
         def call(op: Any, /, *args: object, **kwargs: object) -> Any:
             direct = direct_of(op, name(op)) if when() else None
             schema = getattr(op, "default", op)._schema
-            if direct is None or (given := _given(schema, args, named := dict(kwargs))) is None:
+            if direct is None or (arguments := _given(schema, args, named := dict(kwargs))) is None:
                 return stock(op, *args, **kwargs)
-            return direct(*given, **named)
+            return direct(*arguments, **named)
 
         return call
 

@@ -74,6 +74,6 @@ def unchecked(data: object, dtype: object) -> Any:
 @functools.cache
 def everywhere(shape: tuple[int, ...]) -> Any:
     """Return the mask of all elements, which must not be written."""
-    every = np.ones(shape, np.bool_)
-    every.flags.writeable = False
-    return unchecked(every, tl.int1)
+    mask = np.ones(shape, np.bool_)
+    mask.flags.writeable = False
+    return unchecked(mask, tl.int1)

@@ -136,8 +136,8 @@ def unknown_options(names: Iterable[str]) -> list[str]:
 @functools.cache
 def _options() -> frozenset[str]:
     homes = [sys.modules[backend.compiler.__module__] for backend in backends.values()]
-    every = [(home.__name__, each) for home in homes for each in vars(home).values()]
-    kinds = [each for home, each in every if is_dataclass(each) and each.__module__ == home]
+    classes = [(home.__name__, each) for home in homes for each in vars(home).values()]
+    kinds = [each for home, each in classes if is_dataclass(each) and each.__module__ == home]
     return frozenset(field.name for kind in kinds for field in fields(kind))
 
 
@@ -157,8 +157,8 @@ def to_be_run() -> Iterator[None]:
         stages["cubin"] = lambda ptx, metadata: b""
         return None
 
-    def check(language: Any, condition: Any, what: str, message: object) -> None:
-        text = f"check.{what} $1, {quote(str(message), safe='')}; mov.u32 $0, 0;"
+    def check(language: Any, condition: Any, name: str, message: object) -> None:
+        text = f"check.{name} $1, {quote(str(message), safe='')}; mov.u32 $0, 0;"
         holds = language.cast(language.cast(condition, tl.int1), tl.int32)
         tl.inline_asm_elementwise(
             text, "=r,r", [holds], tl.int32, is_pure=False, pack=1, _semantic=language
@@ -209,11 +209,11 @@ import.
 
 def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: object) -> Any:
     """Compile ``kernel`` for these arguments and load it without running it: a ``CompiledKernel``."""
-    made = kernel.warmup(**arguments, **{**FUSED, **options})
-    if hasattr(made, "result"):  # it is compiled in the background
-        made = made.result()
-    made._init_handles()
-    return made
+    compiled = kernel.warmup(**arguments, **{**FUSED, **options})
+    if hasattr(compiled, "result"):  # it is compiled in the background
+        compiled = compiled.result()
+    compiled._init_handles()
+    return compiled
 
 
 def hooks() -> tuple[object, object]:

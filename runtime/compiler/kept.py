@@ -40,11 +40,11 @@ def folder(path: str) -> pathlib.Path:
 
 def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None:
     """Return the cache file of ``request``, or None if something relevant is known only by its address."""
-    told = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
+    parts = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
     with contextlib.suppress(OSError):  # raised for a function without a file
-        told += map(_told, named(kernel, _NOT_OURS))
-        if not any(" at 0x" in each for each in told[2:]):
-            digest = hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
+        parts += map(_told, named(kernel, _NOT_OURS))
+        if not any(" at 0x" in each for each in parts[2:]):
+            digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
             return folder(request.path) / f"{digest}.json"
     return None
 
@@ -59,9 +59,11 @@ def read(file: pathlib.Path) -> Measurement | None:
     return None
 
 
-def write(file: pathlib.Path, made: Measurement) -> None:
+def write(file: pathlib.Path, measurement: Measurement) -> None:
     """Write the file, safely while other processes read or write it."""
-    values = {name: getattr(made, name) for name in ("ptx", "shared", "scratch", "descriptors")}
+    values = {
+        name: getattr(measurement, name) for name in ("ptx", "shared", "scratch", "descriptors")
+    }
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{secrets.token_hex(8)}")

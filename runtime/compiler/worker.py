@@ -81,8 +81,8 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, obj
         "arguments": _arguments(source, metadata.name, ptx),
         "constants": {
             outside_name(path): value
-            for place, given in sorted(source.constants.items())
-            for path, value in leaves({_path(source, place): given}).items()
+            for place, constant in sorted(source.constants.items())
+            for path, value in leaves({_path(source, place): constant}).items()
         },
         "shared_memory": {"static": usage["SHARED"], "dynamic": metadata.shared},
         "scratch": {
@@ -101,8 +101,8 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
     declared = _parameters(symbol, ptx)
     divisible = {
         _path(source, place)
-        for place, given in source.attrs.items()
-        if any(name == "tt.divisibility" and value % 16 == 0 for name, value in given)
+        for place, attribute in source.attrs.items()
+        if any(name == "tt.divisibility" and value % 16 == 0 for name, value in attribute)
     }
     arguments: list[dict[str, Any]] = [
         {
@@ -262,9 +262,9 @@ def compile_kernel(request: Compilation) -> Any:
 
 def _compiled(kernel: Any, request: Compilation) -> Any:
     names = list(kernel.arg_names)
-    given = dict.fromkeys(path.partition(".")[0] for path in request.types)
-    if given.keys() != set(names):
-        differing = sorted(given.keys() ^ set(names))
+    requested = dict.fromkeys(path.partition(".")[0] for path in request.types)
+    if requested.keys() != set(names):
+        differing = sorted(requested.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
     options: dict[str, object] = {
         "num_warps": request.num_warps,
@@ -307,15 +307,15 @@ def _to_run(request: Compilation) -> Measurement:
     metadata = kernel.metadata
     if metadata.num_ctas != 1:
         raise NotImplementedError("clusters are not run")
-    made = Measurement(
+    measurement = Measurement(
         shared=int(metadata.shared),
         ptx=kernel.asm["ptx"],
         scratch=int(metadata.global_scratch_size),
         descriptors=tuple(metadata.tensordesc_meta or ()),
     )
     if file is not None:
-        kept.write(file, made)
-    return made
+        kept.write(file, measurement)
+    return measurement
 
 
 def measure(request: Compilation) -> Measurement:

@@ -43,9 +43,9 @@ def origin_of(handle: Handle) -> Any:
 
 def with_origin(kind: Any, origin: Any) -> Any:
     """Return a copy of the pointer type ``kind`` with this origin, or with none."""
-    made = copy.copy(kind)
-    made.origin = origin
-    return made
+    copied_kind = copy.copy(kind)
+    copied_kind.origin = origin
+    return copied_kind
 
 
 @dataclass(eq=False, slots=True)
@@ -116,8 +116,8 @@ class Hooks(Protocol):
     def origin(self, address: int) -> Any:
         """Return the origin of a number that becomes a pointer; None if unknown (``session.py``)."""
 
-    def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
-        """Raise an error that names ``what`` the memory is.
+    def misplaced(self, address: int, align: int, count: int, does: str, memory: str) -> None:
+        """Raise an error that names ``memory`` the memory is.
 
         ``count`` accesses would begin at null or at an address that is not a multiple of ``align``;
         ``address`` is the first such address.

@@ -238,14 +238,17 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
                 f"ranks call different ops at the same time: rank 0 calls {op}, "
                 f"rank {rank} calls {other_op}"
             )
-        said, others = dict(terms), dict(other_terms)
-        said.pop(BESIDE, None)
-        more = others.pop(BESIDE, ())
+        own_terms, their_terms = dict(terms), dict(other_terms)
+        own_terms.pop(BESIDE, None)
+        more = their_terms.pop(BESIDE, ())
         # A term that a rank lacks is None. The gradients come first: they may be why other terms differ.
-        both = {NEEDED: (0, said.get(NEEDED), others.get(NEEDED))}
+        both = {NEEDED: (0, own_terms.get(NEEDED), their_terms.get(NEEDED))}
         for name, value in more:
             both[name] = (*first.setdefault(name, (rank, value)), value)
-        both |= {name: (0, said.get(name), others.get(name)) for name in {**said, **others}}
+        both |= {
+            name: (0, own_terms.get(name), their_terms.get(name))
+            for name in {**own_terms, **their_terms}
+        }
         for name, (to, value, other) in both.items():
             if value != other and not (name == NEEDED and UNTOLD in (value, other)):
                 kind = TypeError if name.startswith("dtype") else ValueError

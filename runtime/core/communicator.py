@@ -130,9 +130,9 @@ class Communicator:
             text += note
         error.args = (text, *error.args[1:])
 
-    def agree(self, op: str, mine: object) -> list[Any]:
-        """Return every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
-        return self.told(Call(op, part=mine))
+    def agree(self, op: str, part: object) -> list[Any]:
+        """Return every rank's ``part`` (small and picklable), by rank. Collective, host only."""
+        return self.told(Call(op, part=part))
 
     def told(self, call: Call) -> list[Any]:
         """Return :meth:`parts` of a call that consists of this exchange alone."""
@@ -178,14 +178,14 @@ class Communicator:
         self.place.recorder = None  # the next op is another call
         if vars(error).get("told") == id(self):  # the ranks compared it while they checked
             return
-        said = str(error)  # the other ranks add this rank's number themselves
+        words = str(error)  # the other ranks add this rank's number themselves
         self._number(error, own=True)
         alone = self.world_size == 1 or self._closed or self._out_of_step
         if isinstance(error, InterlaceError) or alone or not op:
             return
         vars(error)["told"] = id(self)  # an enclosing op does not notify again
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        named = said if isinstance(error, kind) else f"{type(error).__name__}: {said}"
+        named = words if isinstance(error, kind) else f"{type(error).__name__}: {words}"
         text = named[:MESSAGE_LENGTH]
         message = plain.dumps((op, kind is TypeError, text))  # instead of the terms
         doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
@@ -265,13 +265,13 @@ class Communicator:
             except BaseException as error:
                 self._failed(op, error)
                 raise
-            made = NOTHING if started is None else _outcome(started)
+            outcome = NOTHING if started is None else _outcome(started)
             if self.plans is not None:
-                self.plans.learn(op, made.result)
-            if made.event is not None:
-                place.hold_current(made.event, f"the end of {op}")
+                self.plans.learn(op, outcome.result)
+            if outcome.event is not None:
+                place.hold_current(outcome.event, f"the end of {op}")
                 place.check()
-            return Work(op, place, Settled(made), outputs) if async_op else made.result
+            return Work(op, place, Settled(outcome), outputs) if async_op else outcome.result
         try:
             future = place.submit(
                 functools.partial(self._started, op, start), asynchronous=async_op
@@ -540,10 +540,10 @@ def record_form(
     tensors that the caller has made for the results, or None. ``called``: names of arguments whose fields
     have other names; "" for an argument that hooks do not see.
     """
-    others = [each.name for each in fields(arguments) if each.name not in tensors]
+    option_names = [each.name for each in fields(arguments) if each.name not in tensors]
     # from its dictionary, because attributes take longer
-    tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*others)
-    order = [*tensors, "outputs", *others]
+    tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*option_names)
+    order = [*tensors, "outputs", *option_names]
 
     def checked(communicator: Communicator, *values: object) -> Any:
         known = dict(zip(order, values, strict=True))
@@ -554,9 +554,9 @@ def record_form(
     run = internal_form(op, checked, fills=False, names=names)
 
     def form(
-        communicator: Communicator, given: object, outputs: object = None, async_op: bool = False
+        communicator: Communicator, record: object, outputs: object = None, async_op: bool = False
     ) -> Any:
-        known = given.__dict__
+        known = record.__dict__
         return run(communicator, (*tensors_of(known), outputs), others_of(known), async_op)
 
     return form
@@ -574,14 +574,14 @@ def _composed(communicator: Communicator, _: str, prepared: Sequence[Any], async
     return prepared[0](communicator, *prepared[1:], async_op)
 
 
-def _outcome(made: Outcome | Event | None) -> Outcome:
-    return made if isinstance(made, Outcome) else Outcome(None, made)
+def _outcome(outcome: Outcome | Event | None) -> Outcome:
+    return outcome if isinstance(outcome, Outcome) else Outcome(None, outcome)
 
 
 def _refuse_other_tensors(op: str) -> None:
     if is_traced():
         raise TypeError(f"{op} would not be in the graph that is traced; use interlace.functional")
-    if (made := type(torch.empty(0))) is not torch.Tensor:
+    if (kind := type(torch.empty(0))) is not torch.Tensor:
         raise TypeError(
-            f"{op}: new tensors are {made.__name__}s here, without memory; use interlace.functional"
+            f"{op}: new tensors are {kind.__name__}s here, without memory; use interlace.functional"
         )

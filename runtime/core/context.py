@@ -97,8 +97,8 @@ def _with_needs(context: CallContext, needs: str) -> CallContext:
 class needing:
     """A block whose ops need the gradients of these arguments. A generator takes a microsecond longer."""
 
-    def __init__(self, what: str) -> None:
-        self._context = _with_needs(current(), what)
+    def __init__(self, names: str) -> None:
+        self._context = _with_needs(current(), names)
 
     def __enter__(self) -> None:
         self._token = set_context(self._context)
@@ -124,5 +124,5 @@ def name_algorithm(algorithm: str) -> None:
         op_ranges.begin(algorithm)
 
 
-def profile_range(what: str) -> contextlib.AbstractContextManager[object]:
-    return profiler.record_function(f"interlace:{what}")
+def profile_range(name: str) -> contextlib.AbstractContextManager[object]:
+    return profiler.record_function(f"interlace:{name}")

@@ -61,9 +61,9 @@ class DifferentOpsError(ValueError):
 class PeerDiedError(InterlaceError):
     """A peer process ended, or became unreachable, while this rank depended on it; ``how`` says which."""
 
-    def __init__(self, rank: int, pid: int, doing: str, how: str = DIED) -> None:
-        self.rank, self.pid, self.doing, self.how = rank, pid, doing, how
-        super().__init__(f"rank {rank} (pid {pid}) {how} {doing}")
+    def __init__(self, rank: int, pid: int, doing: str, ending: str = DIED) -> None:
+        self.rank, self.pid, self.doing, self.how = rank, pid, doing, ending
+        super().__init__(f"rank {rank} (pid {pid}) {ending} {doing}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.pid, self.doing, self.how), {"args": self.args}
@@ -75,9 +75,9 @@ class SourceText(str):
     frames: tuple[tuple[str, int], ...]
 
     def __new__(cls, text: str, frames: tuple[tuple[str, int], ...] = ()) -> "SourceText":
-        made = super().__new__(cls, text)
-        made.frames = frames
-        return made
+        source = super().__new__(cls, text)
+        source.frames = frames
+        return source
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,9 @@ class Form(NamedTuple):
         for number, (name, value) in enumerate(zip(names, (*tensors, *options), strict=False)):
             if is_dataclass(value):
                 for field in fields(value):
-                    given = getattr(value, field.name)
-                    if "Tensor" not in str(field.type) or not _is_absent(given):
-                        yield field.name, given
+                    argument = getattr(value, field.name)
+                    if "Tensor" not in str(field.type) or not _is_absent(argument):
+                        yield field.name, argument
             elif name and (number >= options_from or not _is_absent(value)):
                 yield name, value
 
@@ -167,8 +167,8 @@ class OpHooks:
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], async_op: bool
     ) -> Any:
         call = self._call(form.op, form.named(tensors, options))
-        given = call.group, tensors, options, async_op
-        return self._around(call, functools.partial(form.call, *given))
+        arguments = call.group, tensors, options, async_op
+        return self._around(call, functools.partial(form.call, *arguments))
 
     def run(self, op: str, *arguments: object) -> Any:
         call = self._call(op, ())
@@ -366,8 +366,8 @@ def _log(call: HookedOp) -> None:
         for name, each in {**call.inputs, **call.outputs}.items()
     ]
     end = f"{call.seconds:.6f} s" if call.error is None else f"{type(call.error).__name__}"
-    what = call.op, call.sequence, ", ".join(shapes) or "no tensors", end
-    log.debug("rank %d of group %s: %s %d: %s: %s", call.group.rank, list(call.group.ranks), *what)
+    facts = call.op, call.sequence, ", ".join(shapes) or "no tensors", end
+    log.debug("rank %d of group %s: %s %d: %s: %s", call.group.rank, list(call.group.ranks), *facts)
 
 
 def _profile(starts: bool) -> None:

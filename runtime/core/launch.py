@@ -213,14 +213,16 @@ class KernelLaunch:
         fixed = constants(self.kernel)
         return [
             value
-            for name, given in self.arguments.items()
-            for value in (given if isinstance(given, tuple) and name not in fixed else (given,))
+            for name, argument in self.arguments.items()
+            for value in (
+                argument if isinstance(argument, tuple) and name not in fixed else (argument,)
+            )
         ]
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        given = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
-        x, y, z = (*given, 1, 1)[:3]
+        extents = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
+        x, y, z = (*extents, 1, 1)[:3]
         return int(x), int(y), int(z)
 
     def compiled(self) -> Any:

@@ -105,8 +105,8 @@ class SymmetricBuffer:
     def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> "SymmetricBuffer":
         """Return the buffer over ``parts``, by rank: every rank's memory is mapped."""
         table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
-        own = parts[rank]
-        return cls(rank, own.nbytes, table.to(own.device), parts, **more)
+        own_part = parts[rank]
+        return cls(rank, own_part.nbytes, table.to(own_part.device), parts, **more)
 
     @functools.cached_property
     def addresses(self) -> list[int]:
@@ -170,12 +170,12 @@ class Workspace:
         return self.buffer.rank
 
     def kernel_launch(
-        self, kernel: object, grid: int, given: dict[str, Any], **options: Any
+        self, kernel: object, grid: int, more: dict[str, Any], **options: Any
     ) -> KernelLaunch:
         """Return a launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size
-        own = {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
-        return KernelLaunch(kernel, grid, {**own, **given}, self.op, **options)
+        standard = {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
+        return KernelLaunch(kernel, grid, {**standard, **more}, self.op, **options)
 
     def slot_byte(self, slot: int) -> int:
         return self.slot_offset + WORD * slot

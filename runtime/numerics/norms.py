@@ -40,12 +40,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
     """Return the normed rows, in fp32 or float64."""
-    made = wide(rows.dtype)
-    weight = None if norm.weight is None else norm.weight.to(made)
-    bias = None if norm.bias is None else norm.bias.to(made)
+    dtype = wide(rows.dtype)
+    weight = None if norm.weight is None else norm.weight.to(dtype)
+    bias = None if norm.bias is None else norm.bias.to(dtype)
     if norm.kind == "rms":
-        return F.rms_norm(rows.to(made), rows.shape[-1:], weight, norm.eps)
-    return F.layer_norm(rows.to(made), rows.shape[-1:], weight, bias, norm.eps)
+        return F.rms_norm(rows.to(dtype), rows.shape[-1:], weight, norm.eps)
+    return F.layer_norm(rows.to(dtype), rows.shape[-1:], weight, bias, norm.eps)
 
 
 def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +93,8 @@ class NormTail:
             static = self.normed.dtype == QUANTIZED
             self.normed.copy_(y.clamp(-LARGEST, LARGEST) if static else y)
         else:
-            made, scale = quantized(y)
-            self.normed.copy_(made)
+            values, scale = quantized(y)
+            self.normed.copy_(values)
             self.scale.copy_(scale)
 
 

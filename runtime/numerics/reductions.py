@@ -112,11 +112,11 @@ def _pieces(
     size = DEVICE_PIECE if output.is_cuda else PIECE * threads
     if threads > 1 and output.nbytes <= EVERYWHERE:
         size = ALONE
-    every = (*parts, output)
-    if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
+    tensors = (*parts, output)
+    if output.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
         yield parts, output
         return
-    ranges = [torch.split(tensor.view(-1), size) for tensor in every]
+    ranges = [torch.split(tensor.view(-1), size) for tensor in tensors]
     for *pieces, result in zip(*ranges, strict=True):
         yield pieces, result
 

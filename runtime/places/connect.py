@@ -58,12 +58,14 @@ def connect_place(
     store = signed(store)
     place: Place
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
-    own, key = plain.dumps(card), f"{prefix}/hosts"
+    own_card, key = plain.dumps(card), f"{prefix}/hosts"
     read = host_map.Card.unpack
     watch = functools.partial(card.check_living, f"joining group {prefix!r}")
     # Other ranks may still read the cards of a run that crashed, until rank 0 has joined this one.
     first = (watch,) if rank == 0 else ()
-    cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout, *first)
+    cards, nonce = rendezvous.meet(
+        store, rank, world_size, own_card, read, prefix, key, timeout, *first
+    )
     if all(other.host == card.host for other in cards):
         meeting = StoreMeeting(store, lambda found: watch(dict(enumerate(cards))))
         place = ShmPlace(HostGroup(meeting, rank, world_size, timeout=timeout, prefix=prefix))
@@ -86,10 +88,12 @@ def new_store(place: PlaceControl) -> Store:
 
     if place.world_size == 1:
         return HashStore()
-    own = None if place.rank else TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
-    said = plain.dumps((place.address, 0 if own is None else own.port))
-    address, port = plain.loads(place.exchange(said, "making a store")[0])
-    return own or TCPStore(address, port, is_master=False)
+    server = (
+        None if place.rank else TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
+    )
+    endpoint = plain.dumps((place.address, 0 if server is None else server.port))
+    address, port = plain.loads(place.exchange(endpoint, "making a store")[0])
+    return server or TCPStore(address, port, is_master=False)
 
 
 def on_gpu(

@@ -63,13 +63,13 @@ def _hide(error: BaseException | None) -> int:
         trace = raised.__traceback__
         while trace is not None:
             name = str(trace.tb_frame.f_globals.get("__name__", ""))
-            ours = name.startswith(("interlace.", "interlace_verify."))
-            inside = ours or (inside and name.startswith(_AROUND))
+            is_ours = name.startswith(("interlace.", "interlace_verify."))
+            inside = is_ours or (inside and name.startswith(_AROUND))
             hidden += inside
             kept += [] if inside else [trace]
             trace = trace.tb_next
-        told = isinstance(raised, InterlaceError) or "told" in vars(raised)
-        on_purpose = told or (inside and _is_raised(raised))
+        is_intended = isinstance(raised, InterlaceError) or "told" in vars(raised)
+        on_purpose = is_intended or (inside and _is_raised(raised))
         if kept and (on_purpose or (meant and not inside)):
             count += hidden
             for each in reversed(kept):
@@ -91,8 +91,8 @@ def _follow(text: str) -> None:
     if not path:
         return
     stamp = str(int(time.time()) + LATER)
-    said: dict[str, object] = {"message": text, "extraInfo": {"timestamp": stamp}}
+    report: dict[str, object] = {"message": text, "extraInfo": {"timestamp": stamp}}
     if not os.path.exists(path):
         with open(path, "w") as file:
-            json.dump({"message": said}, file)
+            json.dump({"message": report}, file)
     atexit.register(time.sleep, LATER)  # output is printed before

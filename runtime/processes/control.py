@@ -132,14 +132,18 @@ def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
     Of the ranks that see the same ``cores`` and have the same ``allowed`` cores, one moves. With cores
     ``[0, 0, 0, 1]`` and ``allowed`` 0 and 1, rank 2 moves to 1.
     """
-    own = cores[rank]
-    crowd = cores.count(own)
-    if crowd < 2 or own not in allowed or rank != max(r for r, c in enumerate(cores) if c == own):
+    own_core = cores[rank]
+    crowd = cores.count(own_core)
+    if (
+        crowd < 2
+        or own_core not in allowed
+        or rank != max(r for r, c in enumerate(cores) if c == own_core)
+    ):
         return None
     counts = {core: cores.count(core) for core in sorted(allowed)}
     fullest = max(counts, key=counts.__getitem__)
     emptiest = min(counts, key=counts.__getitem__)
-    return emptiest if own == fullest and crowd - counts[emptiest] >= 2 else None
+    return emptiest if own_core == fullest and crowd - counts[emptiest] >= 2 else None
 
 
 class CoreSpread:
@@ -291,9 +295,9 @@ class Control:
 
     def ring(self) -> None:
         """Wake every peer that sleeps until this rank acts. Called after each release."""
-        own = 1 + self._rank
+        caller = 1 + self._rank
         for view, asleep in self._sleepers:
-            if view[_ASLEEP // 8] in (ANYONE, own):
+            if view[_ASLEEP // 8] in (ANYONE, caller):
                 wake(asleep)
 
     def ring_for(self, peer: int) -> None:
@@ -348,10 +352,10 @@ class Control:
 
     def say_elsewhere(self, text: str, now: float) -> None:
         """Publish that this rank waits in an op of another group."""
-        own, said = self._bytes[self._rank], text.encode()[:_LONGEST_ELSEWHERE]
-        own[_ELSEWHERE + 16 : _ELSEWHERE + 16 + len(said)] = said
-        _INT64.pack_into(own, _ELSEWHERE + 8, len(said))
-        _FLOAT64.pack_into(own, _ELSEWHERE, now)
+        block, message = self._bytes[self._rank], text.encode()[:_LONGEST_ELSEWHERE]
+        block[_ELSEWHERE + 16 : _ELSEWHERE + 16 + len(message)] = message
+        _INT64.pack_into(block, _ELSEWHERE + 8, len(message))
+        _FLOAT64.pack_into(block, _ELSEWHERE, now)
 
     def elsewhere(self, rank: int, since: float) -> str:
         """Return where else ``rank`` waits, or "" if it has published nothing ``since`` then."""
@@ -388,10 +392,10 @@ class Control:
 
     def post(self, key: int, card: bytes) -> None:
         """Show ``card`` to ranks that know ``key``. It replaces the previous card."""
-        own, words = self._bytes[self._rank], _MEETING // 8
+        block, words = self._bytes[self._rank], _MEETING // 8
         self._own.release(words, 0)
         self.own_view[words + 1] = len(card[:_LONGEST_CARD])
-        own[_MEETING + 16 : _MEETING + 16 + len(card[:_LONGEST_CARD])] = card[:_LONGEST_CARD]
+        block[_MEETING + 16 : _MEETING + 16 + len(card[:_LONGEST_CARD])] = card[:_LONGEST_CARD]
         self._own.release(words, key)
 
     def posted(self, rank: int, key: int) -> bytes | None:
@@ -414,10 +418,10 @@ class Control:
         """Abort the group on every rank. The first abort keeps its reason."""
         if self.reason(self._rank):
             return
-        own = self._bytes[self._rank]
+        block = self._bytes[self._rank]
         text = (reason or "no reason given").encode()[:LONGEST_REASON]
-        own[_REASON + _TEXT : _REASON + _TEXT + len(text)] = text
-        _INT64.pack_into(own, _REASON, len(text))
+        block[_REASON + _TEXT : _REASON + _TEXT + len(text)] = text
+        _INT64.pack_into(block, _REASON, len(text))
         if not self._own.acquired(ABORTED):
             for words in self.words:
                 words.release(ABORTED, self._rank + 1)

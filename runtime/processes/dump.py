@@ -83,8 +83,8 @@ def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = 
     """Record which ranks of the job form ``group``, and which form ``whole`` if it is on several hosts."""
     if group.control is not None:
         pids = tuple(group.pids[rank] for rank in range(group.world_size))
-        who = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
-        group.control.recorder.about(who)
+        identity = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
+        group.control.recorder.about(identity)
 
 
 def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
@@ -118,11 +118,11 @@ def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) 
     written: dict[tuple[bool, int], list[str]] = {}
     for (tag, name), records in sorted(found.items(), key=lambda each: each[0]):
         if path := _write([*records.values()], tag):
-            own = any(record.pid == os.getpid() for record in records.values())
-            written.setdefault((own, name), []).append(path)
-    for (own, name), paths in written.items():
-        said, at = (why, level) if own else ("it may not do so itself", logging.DEBUG)
-        _log.log(at, "rank %d: %s; its last ops are in %s", name, said, ", ".join(paths))
+            is_own = any(record.pid == os.getpid() for record in records.values())
+            written.setdefault((is_own, name), []).append(path)
+    for (is_own, name), paths in written.items():
+        reason, at = (why, level) if is_own else ("it may not do so itself", logging.DEBUG)
+        _log.log(at, "rank %d: %s; its last ops are in %s", name, reason, ", ".join(paths))
 
 
 def _tag(group: Any) -> str:
@@ -301,9 +301,9 @@ _everywhere: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
 """The groups of this process. A Blame may outlive its group, in an error's traceback."""
 
 
-def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
-    """Return the last rank of the chain of waits from ``rank`` on, or ``rank`` if ``own`` is in it."""
-    seen, last = {own}, rank
+def follow(rank: int, awaited: Callable[[int], int | None], start: int) -> int:
+    """Return the last rank of the chain of waits from ``rank`` on, or ``rank`` if ``start`` is in it."""
+    seen, last = {start}, rank
     while last not in seen:
         seen.add(last)
         if (further := awaited(last)) is None:
@@ -314,8 +314,8 @@ def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
 
 def aborted_by(rank: int, reason: str) -> str:
     """Return a text: which rank aborted, and why. A reason that was passed on keeps the first rank."""
-    said = " aborted the group: "
-    return reason if said in reason else f"rank {rank}{said}{reason}"
+    phrase = " aborted the group: "
+    return reason if phrase in reason else f"rank {rank}{phrase}{reason}"
 
 
 class Blame:

@@ -149,20 +149,20 @@ class HostGroup:
     def _join(self) -> None:
         """Exchange control segments and pidfds, check them, and delete the store's keys."""
         # A program that inspects this process from outside looks for this descriptor.
-        self.segment = own = self.new_segment(CONTROL_BYTES, later=RINGS_BYTES)
+        self.segment = segment = self.new_segment(CONTROL_BYTES, later=RINGS_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
         doing = f"joining group {self.prefix!r}"
         step = functools.partial(patience.step, doing)
         try:
             self._rendezvous.meet_peers(step)
-            received = self._rendezvous.trade((own.descriptor, pidfd), step)
+            received = self._rendezvous.trade((segment.descriptor, pidfd), step)
             self.pids |= self._rendezvous.pids
             for peer, descriptors in received.items():
                 self.pidfds[peer] = descriptors.pop()
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
-            self.control = Control(self.rank, self._map(own.mapping, received, identities))
+            self.control = Control(self.rank, self._map(segment.mapping, received, identities))
             self._leave = weakref.finalize(self, self.control.leave)  # if nobody closes it
             self._leave.atexit = False
             record.known_as(self, self.names)
@@ -174,12 +174,12 @@ class HostGroup:
         self.exchange(b"", doing)  # the keys are deleted: the next generation cannot find them
 
     def _map(
-        self, own: Mapping, received: dict[int, list[int]], identities: Sequence[Identity]
+        self, mapping: Mapping, received: dict[int, list[int]], identities: Sequence[Identity]
     ) -> list[Mapping]:
         """Check and map the segments of the peers, and close their descriptors."""
         try:
             return [
-                own if rank == self.rank else map_segment(received[rank][0], identity)
+                mapping if rank == self.rank else map_segment(received[rank][0], identity)
                 for rank, identity in enumerate(identities)
             ]
         finally:
@@ -197,34 +197,34 @@ class HostGroup:
         ValueError if the ranks ask for different sizes.
         """
         self.check_usable()
-        own, problem = None, ""
+        segment, problem = None, ""
         identity = Identity(self.nonce, self.rank, self.world_size, nbytes)
         try:
-            own = SharedSegment(identity)
+            segment = SharedSegment(identity)
         except (InterlaceError, OSError) as error:
             problem = str(error)
         try:
-            return self._share(own, identity, problem, doing)
+            return self._share(segment, identity, problem, doing)
         finally:
-            if own is not None:
-                own.close()
+            if segment is not None:
+                segment.close()
 
-    def share(self, own: SharedSegment, doing: str) -> list[Mapping]:
+    def share(self, segment: SharedSegment, doing: str) -> list[Mapping]:
         """Share an existing segment as :meth:`allocate` does a new one. Several groups may share it."""
-        return self._share(own, own.identity, "", doing)
+        return self._share(segment, segment.identity, "", doing)
 
     def _share(
-        self, own: SharedSegment | None, identity: Identity, problem: str, doing: str
+        self, segment: SharedSegment | None, identity: Identity, problem: str, doing: str
     ) -> list[Mapping]:
         """Exchange headers or reasons for failure; then exchange the descriptors of these headers."""
         with self.collective_lock:
             self.check_usable()
             identities = self._compare(identity, problem, doing)
-            assert own is not None  # otherwise its problem was raised
+            assert segment is not None  # otherwise its problem was raised
             mappings: list[Mapping] = []
             try:
-                received = self._rendezvous.trade((own.descriptor,), self._trading(doing))
-                mappings = self._map(own.mapping, received, identities)
+                received = self._rendezvous.trade((segment.descriptor,), self._trading(doing))
+                mappings = self._map(segment.mapping, received, identities)
             except (PeerDiedError, AbortedError, CollectiveTimeoutError):
                 raise
             except (InterlaceError, OSError) as error:
@@ -336,9 +336,9 @@ class HostGroup:
         """Poll ``predicate``. Raise if a rank of ``waited_for`` is gone, on abort and on timeout."""
         self.check_usable()
         patience = self.patience()
-        others = [rank for rank in waited_for if rank != self.rank]
+        peers = [rank for rank in waited_for if rank != self.rank]
         while not predicate():
-            patience.step(doing, others)
+            patience.step(doing, peers)
 
     def patience(
         self, timeout: float | None = None, kind: Kind = Kind.OF_OP, **of: float
@@ -355,8 +355,8 @@ class HostGroup:
     def bound(self) -> float:
         """Return the timeout, in seconds, of a wait in the current op."""
         options = self.options
-        own = options.timeout.total_seconds() if options is not None else 0.0
-        return own if own > 0 else current().bound_seconds or self.timeout
+        seconds = options.timeout.total_seconds() if options is not None else 0.0
+        return seconds if seconds > 0 else current().bound_seconds or self.timeout
 
     def idle_hook(self) -> Callable[[BlockedWait], None]:
         """Return a function for one launch, to be called whenever all its programs wait for peers.
@@ -389,8 +389,8 @@ class HostGroup:
         control = self.control
         ends = self._rendezvous
         if self._joining and self._meeting is not None and (gone := ends.hung_up(ends.pids)):
-            told = filter(None, map(self._meeting.told, gone))
-            return next(map(InterlaceError, told), ends.died(gone[0], doing))
+            reports = filter(None, map(self._meeting.told, gone))
+            return next(map(InterlaceError, reports), ends.died(gone[0], doing))
         if control is None:
             return None
         awaited = {rank: self.pidfds[rank] for rank in waited_for if rank in self.pidfds}

@@ -112,9 +112,9 @@ class FlightRecorder:
         self._others, self._lock = itertools.count(1), threading.RLock()
         self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
 
-    def about(self, who: object) -> None:
+    def about(self, identity: object) -> None:
         """Write who the rank is."""
-        text = plain.dumps(who)
+        text = plain.dumps(identity)
         if 8 + len(text) <= MESSAGES:
             self._bytes[8 : 8 + len(text)] = text
             self._words[0] = len(text)
@@ -122,20 +122,20 @@ class FlightRecorder:
     def told(self, op: bytes | str) -> int:
         """Return the last word of an entry of ``op``, which is its text or the message of its call."""
         try:
-            depth, code, instruction, told = self._ops[op]
+            depth, code, instruction, label = self._ops[op]
             frame = _frame(depth)
             if frame.f_lasti != instruction or frame.f_code is not code:  # another call site
-                told = told & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
+                label = label & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
         except (KeyError, ValueError):  # this thread's stack is not as deep
-            told = self._learned(op)
-        return told
+            label = self._learned(op)
+        return label
 
     def begins(
-        self, ring: int, number: int, one: int, two: int, three: int, four: int, told: int
+        self, ring: int, number: int, one: int, two: int, three: int, four: int, label: int
     ) -> None:
         """Write entry ``number`` of MESSAGES or OTHERS."""
         at = ring + number % ENTRIES * ENTRY
-        _entry(self._bytes, at, number, one, two, three, four, _now(), 0, told)
+        _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
     def ended(self, number: int) -> None:
         """Record that the op of message ``number`` has ended."""
@@ -171,18 +171,18 @@ class FlightRecorder:
         if self._room < _RESERVE or len(self._ops) >= _MOST_OPS:
             self._turn()
         known = self._ops.get(op)
-        told = self._described(op) if known is None else known[3] & _OP
+        label = self._described(op) if known is None else known[3] & _OP
         if place is not None:
-            self._ops.setdefault(op, (_NOWHERE, None, -1, told))
-            return told | self._site(*place)
+            self._ops.setdefault(op, (_NOWHERE, None, -1, label))
+            return label | self._site(*place)
         if frame is None:
-            self._ops[op] = depth + 1, None, -1, told
-            return told
+            self._ops[op] = depth + 1, None, -1, label
+            return label
         code = frame.f_code
         site = self._sites[id(code) << 12 | frame.f_lasti] = self._site(code, frame.f_lineno)
         self._depths.setdefault(op, set()).add(depth + 1)
-        self._ops[op] = depth + 1, code, frame.f_lasti, told | site
-        return told | site
+        self._ops[op] = depth + 1, code, frame.f_lasti, label | site
+        return label | site
 
     def _described(self, op: bytes | str) -> int:
         """Return where the text of ``op`` is. ``op`` may be the message of its call."""
@@ -335,22 +335,22 @@ def read_rank(region: bytes, waits: int | None, since: float, failed: str) -> Ra
     (length,) = _WORD.unpack_from(region)
     if not 0 < length <= MESSAGES - 8 or len(region) < REGION_BYTES:
         raise plain.UnreadableError(f"no record is in these {len(region)} bytes")
-    who = plain.loads(region[8 : 8 + length])
-    if type(who) is not tuple or len(who) != 5:
+    identity = plain.loads(region[8 : 8 + length])
+    if type(identity) is not tuple or len(identity) != 5:
         raise plain.UnreadableError("these bytes do not say whose record they are")
     messages, others = (_entries(region, start) for start in (MESSAGES, OTHERS))
     for_whom = None if waits is None or waits < 0 else waits
     clocks = time.monotonic_ns(), time.time_ns()
-    return RankRecord(*who, for_whom, since, failed, messages, others, *clocks)
+    return RankRecord(*identity, for_whom, since, failed, messages, others, *clocks)
 
 
 def _entries(region: bytes, start: int) -> list[PastOp]:
     found = []
     entries = _ENTRY.iter_unpack(region[start : start + ENTRIES * ENTRY])
-    for slot, (number, peer, tag, count, _, began, ended, told) in enumerate(entries):
+    for slot, (number, peer, tag, count, _, began, ended, label) in enumerate(entries):
         if number > 0 and number % ENTRIES == slot and began > 0:
-            op, terms = _op(_text(region, told, told >> OFFSET))
-            site = _text(region, told, told)
+            op, terms = _op(_text(region, label, label >> OFFSET))
+            site = _text(region, label, label)
             site = site if _is_site(site) else None
             if start == MESSAGES:
                 peer, tag, count = -1, 0, number
@@ -364,11 +364,11 @@ def _op(text: object) -> tuple[str, object]:
     return "?", None
 
 
-def _text(region: bytes, told: int, offset: int) -> object:
+def _text(region: bytes, label: int, offset: int) -> object:
     """Return the text at ``offset``, or None if there is none or it was replaced."""
     (generation,) = _WORD.unpack_from(region, LOG)
     place = (offset & ((1 << OFFSET) - 1)) - 1
-    if generation - (told >> GENERATION) not in (0, 1) or not 0 <= place < 2 * HALF - 2:
+    if generation - (label >> GENERATION) not in (0, 1) or not 0 <= place < 2 * HALF - 2:
         return None
     (length,) = _COUNT.unpack_from(region, TEXTS + place)
     start = TEXTS + place + 2
@@ -393,12 +393,12 @@ def read_file(path: str) -> list[RankRecord]:
     return read_foot(data, path)
 
 
-def read_foot(data: bytes, what: str) -> list[RankRecord]:
+def read_foot(data: bytes, source: str) -> list[RankRecord]:
     """Return the records at the end of ``data``."""
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
-        raise plain.UnreadableError(f"{what} is no file of the flight recorder")
+        raise plain.UnreadableError(f"{source} is no file of the flight recorder")
     found = plain.loads(data[len(data) - _FOOT.size - length : -_FOOT.size])
     if type(found) is not list or not {*map(type, found)} <= {RankRecord}:
-        raise plain.UnreadableError(f"{what} has no records at its end")
+        raise plain.UnreadableError(f"{source} has no records at its end")
     return found

@@ -197,7 +197,7 @@ class Rendezvous:
         for descriptor in ranks.keys() - {-1}:  # -1: another thread has closed it
             poll.register(descriptor, select.POLLRDHUP)
         ended = select.POLLRDHUP | select.POLLHUP
-        return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & ended]
+        return [ranks[descriptor] for descriptor, events in poll.poll(0) if events & ended]
 
     def died(self, peer: int, doing: str) -> PeerDiedError:
         return PeerDiedError(peer, self.pids.get(peer, 0), doing)
@@ -262,9 +262,9 @@ class Rendezvous:
 
     def _sender(self, message: bytes, sequence: int) -> int | None:
         """Return the sender, or None if the message belongs to another group or to an earlier trade."""
-        what = f"rank {self._rank} got a message that is not of this group"
+        problem = f"rank {self._rank} got a message that is not of this group"
         if len(message) != _MESSAGE.size:
-            raise InterlaceError(f"{what}: it has {len(message)} bytes")
+            raise InterlaceError(f"{problem}: it has {len(message)} bytes")
         found = Label(*_MESSAGE.unpack(message))
         if found.magic == MAGIC and found.nonce != self.nonce:
             return None  # from a crashed generation, which has found this rank's new address
@@ -272,9 +272,9 @@ class Rendezvous:
         late = found.sequence_number < sequence
         if late and found._replace(sequence_number=sequence) == expected:
             return None
-        compare(what, (name.replace("_", " ") for name in Label._fields), found, expected)
+        compare(problem, (name.replace("_", " ") for name in Label._fields), found, expected)
         if found.sender not in self.addresses:
-            raise InterlaceError(f"{what}: sender rank {found.sender} is unexpected")
+            raise InterlaceError(f"{problem}: sender rank {found.sender} is unexpected")
         return found.sender
 
     def _close_listener(self) -> None:
@@ -316,20 +316,20 @@ def meet(
     the same text.
     """
     deadline = (probed := time.monotonic()) + timeout
-    own = os.urandom(NONCE_BYTES).hex()
+    own_nonce = os.urandom(NONCE_BYTES).hex()
     nonce = ""
     found: dict[int, T] = {}
 
     def unread() -> list[int]:
         """Read the available values. Return the ranks without one."""
         for peer in (peer for peer in range(world_size) if peer not in found):
-            if (said := glance(store, its_key := f"{key}/{nonce}/{peer}")) is not None:
+            if (value := glance(store, its_key := f"{key}/{nonce}/{peer}")) is not None:
                 try:
-                    found[peer] = read(bytes.fromhex(said.decode()))
+                    found[peer] = read(bytes.fromhex(value.decode()))
                 except (ValueError, InterlaceError) as error:
                     raise InterlaceError(
                         f"rank {rank}: the store's value of {its_key!r}, which rank {peer} of group "
-                        f"{group!r} writes, is nothing that a rank writes but {said!r:.99} ({error})"
+                        f"{group!r} writes, is nothing that a rank writes but {value!r:.99} ({error})"
                     ) from error
         return [peer for peer in range(world_size) if peer not in found]
 
@@ -337,9 +337,9 @@ def meet(
         """Return the ranks without a value. Rank 0 replaces a nonce that a crashed run left behind."""
         nonlocal nonce
         current = (glance(store, key) or b"").decode(errors="replace")
-        if rank == 0 and current != own:  # at the beginning, or if it was overwritten
-            store.set(key, own)
-            current = own
+        if rank == 0 and current != own_nonce:  # at the beginning, or if it was overwritten
+            store.set(key, own_nonce)
+            current = own_nonce
         if len(current) != 2 * NONCE_BYTES:
             return [0]
         if current != nonce:
@@ -350,10 +350,10 @@ def meet(
 
     def opened() -> list[int]:
         """Return whether rank 0 has deleted the nonce; until then it may still replace a stale one."""
-        if nonce and (said := glance(store, f"{key}/{nonce}/open")) is not None:
-            if said:  # rank 0 has failed
+        if nonce and (value := glance(store, f"{key}/{nonce}/open")) is not None:
+            if value:  # rank 0 has failed
                 watch(found)
-                text = said.decode(errors="replace")
+                text = value.decode(errors="replace")
                 raise InterlaceError(f"rank {rank}: joining has failed: {text}")
             return unread()
         return missing() or [0]
@@ -400,7 +400,7 @@ _KEY_BYTES, _PID_BYTES = 7, 8
 class MeetingPoint(Protocol):
     """The operations that the ranks of a new group need until all of them are connected."""
 
-    def cards(self, group: object, own: bytes) -> tuple[list[SocketCard], bytes]:
+    def cards(self, group: object, own_card: bytes) -> tuple[list[SocketCard], bytes]:
         """Return every rank's card, by rank, and a nonce that only these ranks know. Collective."""
 
     def forget(self) -> None:
@@ -420,9 +420,17 @@ class StoreMeeting:
         self._store, self._watch = store, watch
         self._rank, self._key, self._nonce = 0, "", ""
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
+    def cards(self, group: Any, own_card: bytes) -> tuple[list[SocketCard], bytes]:
         self._rank, self._key = group.rank, f"{group.prefix}/nonce"
-        known = group.rank, group.world_size, own, _card, group.prefix, self._key, group.timeout
+        known = (
+            group.rank,
+            group.world_size,
+            own_card,
+            _card,
+            group.prefix,
+            self._key,
+            group.timeout,
+        )
         found, self._nonce = meet(self._store, *known, self._watch)
         return found, bytes.fromhex(self._nonce)
 
@@ -449,8 +457,8 @@ class MemoryMeeting:
         self._patience = Patience(whole.rank, whole.timeout, over)
         self._key = _number(f"{ranks} {prefix}")
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
-        self._control.post(self._key, own)
+    def cards(self, group: Any, own_card: bytes) -> tuple[list[SocketCard], bytes]:
+        self._control.post(self._key, own_card)
         found: dict[int, SocketCard] = {}
         while missing := [rank for rank in self._ranks if rank not in found]:
             for rank in missing:
@@ -486,12 +494,12 @@ def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
     The caller must call ``meeting.forget`` on all ranks once every rank has connected, and no rank may
     continue before that.
     """
-    own, ends = os.getpid().to_bytes(_PID_BYTES, "little"), None
+    own_pid, ends = os.getpid().to_bytes(_PID_BYTES, "little"), None
     try:
         ends = Rendezvous(group.rank, group.world_size, os.urandom(NONCE_BYTES))
         if meeting is None:
             return ends
-        found, ends.nonce = meeting.cards(group, own + ends.address)
+        found, ends.nonce = meeting.cards(group, own_pid + ends.address)
     except BaseException as error:
         cause = reason(meeting, group.rank, {}, error)
         if ends is not None:
@@ -549,11 +557,11 @@ class Roll(Protocol):
     def begin(self, members: Sequence[int]) -> None:
         """Count only ``members`` from now on. Raises InterlaceError if the group is closed."""
 
-    def said(self, rank: int, what: int) -> int:
+    def said(self, rank: int, word: int) -> int:
         """Return the last WANTED, ATTEMPT or RESULT of ``rank``. RESULT is twice the attempt, plus 1 if the
         rank has joined."""
 
-    def say(self, what: int, value: int) -> None:
+    def say(self, word: int, value: int) -> None:
         """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
@@ -579,15 +587,15 @@ class MemoryRoll:
     def begin(self, members: Sequence[int]) -> None:
         """Do nothing: all ranks can read the published words."""
 
-    def said(self, rank: int, what: int) -> int:
-        return int(self._control.words[rank].acquired(what))
+    def said(self, rank: int, word: int) -> int:
+        return int(self._control.words[rank].acquired(word))
 
-    def say(self, what: int, value: int) -> None:
-        before = self.said(self.rank, what)
-        if what == RESULT:
+    def say(self, word: int, value: int) -> None:
+        before = self.said(self.rank, word)
+        if word == RESULT:
             self._swap(self.rank, before, value)  # fails if the rank was struck off
         else:
-            self._release(what, value)
+            self._release(word, value)
 
     def gone(self) -> Set[int]:
         everyone = range(self.world_size)
@@ -598,8 +606,8 @@ class MemoryRoll:
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         for rank in ranks:
-            if (said := self.said(rank, RESULT)) < before:
-                self._swap(rank, said, _STRUCK)
+            if (value := self.said(rank, RESULT)) < before:
+                self._swap(rank, value, _STRUCK)
 
     def _swap(self, rank: int, old: int, new: int) -> None:
         if old != _STRUCK:
@@ -627,9 +635,9 @@ def reunite(
 
     def gone() -> Set[int]:
         lost = roll.gone()
-        others = sorted(rank for rank in lost if roll.said(rank, RESULT) // 2 > attempt)
-        if others or roll.rank in lost:
-            went = f"ranks {others}" if others else "the others"
+        survivors = sorted(rank for rank in lost if roll.said(rank, RESULT) // 2 > attempt)
+        if survivors or roll.rank in lost:
+            went = f"ranks {survivors}" if survivors else "the others"
             raise InterlaceError(f"rank {roll.rank}: {went} went on without this one")
         return lost
 
@@ -644,7 +652,7 @@ def reunite(
     def compare() -> None:
         """Raise if a rank that has come wants other ranks, once all that have come have seen it."""
         come = [rank for rank in left if roll.said(rank, ATTEMPT) >= attempt]
-        if others := [rank for rank in come if roll.said(rank, WANTED) != number]:
+        if differing := [rank for rank in come if roll.said(rank, WANTED) != number]:
             roll.say(RESULT, 2 * attempt)
             patience = Patience(roll.rank, roll.timeout, lambda doing, waited_for: None)
             with contextlib.suppress(
@@ -652,8 +660,8 @@ def reunite(
             ):  # keeps this rank's WANTED readable for a while
                 while late := [rank for rank in silent() if rank in come]:
                     patience.step(doing, late)
-            mine = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
-            raise ValueError(f"rank {roll.rank}: {doing}, {mine}: ranks {others} name others")
+            wish = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
+            raise ValueError(f"rank {roll.rank}: {doing}, {wish}: ranks {differing} name others")
 
     def absent() -> list[int]:
         nonlocal left
@@ -692,17 +700,17 @@ def reunite(
         await_all(absent)
         digest = hashlib.blake2b(f"{roll.prefix} {left} {attempt}".encode(), digest_size=8)
         name = f"{roll.prefix.partition(' after ')[0]} after {digest.hexdigest()}"
-        made: Any = None
+        group: Any = None
         problem: Exception | None = None
         try:
-            made = join(left, name, over)
+            group = join(left, name, over)
         except Exception as error:
             problem = error
         try:
-            roll.say(RESULT, 2 * attempt + (made is not None))
+            roll.say(RESULT, 2 * attempt + (group is not None))
             await_all(silent)
-            if made is not None and all(result(rank) == 1 for rank in left):
-                return made, left
+            if group is not None and all(result(rank) == 1 for rank in left):
+                return group, left
             deadline = time.monotonic() + min(SURE_SECONDS, roll.timeout)
             while gone().isdisjoint(left) and not again():
                 if time.monotonic() > deadline:
@@ -710,8 +718,8 @@ def reunite(
                     raise problem or InterlaceError(text)
                 time.sleep(1e-3)
         except BaseException:
-            if made is not None:
-                made.close()
+            if group is not None:
+                group.close()
             raise
-        if made is not None:
-            made.close()
+        if group is not None:
+            group.close()

@@ -83,24 +83,24 @@ class Identity(NamedTuple):
     def pack(self) -> bytes:
         return _HEADER.pack(MAGIC, LAYOUT_VERSION, *self)
 
-    def check(self, header: bytes, what: str) -> None:
+    def check(self, header: bytes, memory: str) -> None:
         """Raise unless ``header`` has the same contents; the error names the first field that differs."""
         if header[: len(MAGIC)] != MAGIC:
             raise InterlaceError(
-                f"{what}: not memory of interlace (magic {header[: len(MAGIC)]!r}, not {MAGIC!r})"
+                f"{memory}: not memory of interlace (magic {header[: len(MAGIC)]!r}, not {MAGIC!r})"
             )
         names = ("magic", "layout version", "nonce", "rank", "world size", "size in bytes")
-        compare(what, names, _HEADER.unpack(header[: _HEADER.size]), _HEADER.unpack(self.pack()))
+        compare(memory, names, _HEADER.unpack(header[: _HEADER.size]), _HEADER.unpack(self.pack()))
 
 
 def compare(
-    what: str, names: Iterable[str], found: Iterable[object], expected: Iterable[object]
+    subject: str, names: Iterable[str], found: Iterable[object], expected: Iterable[object]
 ) -> None:
     """Raise InterlaceError that names the first differing field."""
     for name, has, wants in zip(names, found, expected, strict=True):
         if has != wants:
             has, wants = (v.hex() if isinstance(v, bytes) else v for v in (has, wants))
-            raise InterlaceError(f"{what}: {name} is {has}, expected {wants}")
+            raise InterlaceError(f"{subject}: {name} is {has}, expected {wants}")
 
 
 def agreed_identities(answers: Sequence[bytes], names: Sequence[int]) -> list[Identity]:
@@ -218,19 +218,19 @@ def _allocating(nbytes: int) -> Iterator[None]:
 
 def map_segment(descriptor: int, identity: Identity) -> Mapping:
     """Map a segment, which a peer may have created, after checking that it is the right one."""
-    what = f"shared segment of rank {identity.rank}"
+    subject = f"shared segment of rank {identity.rank}"
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise InterlaceError(f"{what}: not a memfd ({error})") from error
+        raise InterlaceError(f"{subject}: not a memfd ({error})") from error
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if seals & needed != needed:
-        raise InterlaceError(f"{what}: not sealed (seals {seals:#x}); its size could change")
+        raise InterlaceError(f"{subject}: not sealed (seals {seals:#x}); its size could change")
     # Read the header from the file first: mapping a file of the wrong size would end in SIGBUS.
-    identity.check(os.pread(descriptor, _HEADER.size, 0).ljust(_HEADER.size, b"\0"), what)
+    identity.check(os.pread(descriptor, _HEADER.size, 0).ljust(_HEADER.size, b"\0"), subject)
     size = os.fstat(descriptor).st_size
     if size != PAGE + identity.nbytes:
-        raise InterlaceError(f"{what}: file has {size} bytes, expected {PAGE + identity.nbytes}")
+        raise InterlaceError(f"{subject}: file has {size} bytes, expected {PAGE + identity.nbytes}")
     return Mapping(descriptor, size)
 
 
@@ -278,11 +278,11 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
     def add(self, arrays: Sequence[Array]) -> None:
         """Add one array per rank, of equal sizes. Called in the same order on all ranks."""
         self._count = number = self._count + 1
-        own = arrays[self._rank]
-        if own.nbytes:
-            others = [a for r, a in enumerate(arrays) if r != self._rank]
-            self[number] = own.ctypes.data, own.nbytes, others
-            weakref.finalize(own, self.pop, number, None)
+        own_array = arrays[self._rank]
+        if own_array.nbytes:
+            other_arrays = [a for r, a in enumerate(arrays) if r != self._rank]
+            self[number] = own_array.ctypes.data, own_array.nbytes, other_arrays
+            weakref.finalize(own_array, self.pop, number, None)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int]:
         """Return the number of the range that holds these bytes, and their offset; number 0 for none."""

@@ -57,8 +57,8 @@ class SignedStore(Store):
 
     def valid(self, key: str, found: bytes) -> bytes | None:
         """Return the data of a value ``found`` in the underlying store, or None if it is not signed."""
-        said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        valid = hmac.compare_digest(said, digest(self._secret, key.encode(), data))
+        signature, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        valid = hmac.compare_digest(signature, digest(self._secret, key.encode(), data))
         return data if valid else None
 
     def get(self, key: str) -> bytes:

@@ -252,7 +252,7 @@ def ended_processes(pidfds: Mapping[int, int], seconds: float = 0.0) -> list[int
     ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
     for descriptor in ranks:
         poll.register(descriptor, select.POLLIN)
-    ended = (found for found, what in poll.poll(1e3 * seconds) if what & select.POLLIN)
+    ended = (found for found, events in poll.poll(1e3 * seconds) if events & select.POLLIN)
     return [ranks[descriptor] for descriptor in ended]
 
 

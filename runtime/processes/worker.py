@@ -97,8 +97,8 @@ class OrderedWorker:
             if self._closed:
                 raise AbortedError(f"{self._name} is closed")
             if self._thread is None:  # start it first: without a thread nothing is queued
-                own = weakref.ref(self)
-                at_work = lambda: (worker := own()) is not None and worker.unfinished  # noqa: E731
+                worker_of = weakref.ref(self)
+                at_work = lambda: (worker := worker_of()) is not None and worker.unfinished  # noqa: E731
                 thread = Helper(self._name, _run, (self._items,), at_work)
                 thread.start()
                 self._thread = thread

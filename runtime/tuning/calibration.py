@@ -129,23 +129,23 @@ def _measured(facts: dict[str, Any]) -> MeasuredMesh:
     for each in facts["links"]:
         protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
         links.append(Link(**{**each, "protocols": protocols}))
-    made = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
+    measured = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):
-        require(name, getattr(made, name), isinstance(getattr(made, name), str))
-    require("mesh", made.mesh, bool(made.mesh) and all(map(is_count, made.mesh)))
+        require(name, getattr(measured, name), isinstance(getattr(measured, name), str))
+    require("mesh", measured.mesh, bool(measured.mesh) and all(map(is_count, measured.mesh)))
     for link in links:
-        require("dim", link.dim, type(link.dim) is int and 0 <= link.dim < len(made.mesh))
-        fits = link.op in OPS and link.ranks == made.mesh[link.dim]
+        require("dim", link.dim, type(link.dim) is int and 0 <= link.dim < len(measured.mesh))
+        fits = link.op in OPS and link.ranks == measured.mesh[link.dim]
         require("a link", link, fits and bool(link.protocols))
         for one in link.protocols:
             require("from_bytes", one.from_bytes, one.from_bytes == 0 or is_count(one.from_bytes))
             require("latency_us", one.latency_us, is_figure(one.latency_us))
             fast = is_figure(one.gb_per_s) and one.gb_per_s >= LEAST_RATE
             require("gb_per_s", one.gb_per_s, fast)
-    for dim in range(len(made.mesh)):
+    for dim in range(len(measured.mesh)):
         for op in OPS:
-            made.link(dim, op)
-    return made
+            measured.link(dim, op)
+    return measured
 
 
 @functools.lru_cache(maxsize=16)

@@ -266,8 +266,8 @@ def choose(
     if capability is None:
         chosen = interpreted_default(*extents)
     else:
-        how = {"grouped": grouped, "fast_accum": fast_accum}
-        chosen = gpu_default(capability, dtype, *extents, **how)
+        options = {"grouped": grouped, "fast_accum": fast_accum}
+        chosen = gpu_default(capability, dtype, *extents, **options)
     return with_overrides(chosen)
 
 
@@ -391,7 +391,7 @@ def tile_candidates(
     sizes = (64, 128, 256)
     inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)
     for block_m, block_n, block_k, warps in itertools.product(sizes, sizes, inner, (4, 8)):
-        made = replace(
+        candidate = replace(
             default,
             block_m=block_m,
             block_n=block_n,
@@ -399,7 +399,7 @@ def tile_candidates(
             num_warps=warps,
             epilogue_subtile=block_n // 64 if default.epilogue_subtile > 1 else 1,
         )
-        staged = [replace(made, num_stages=stages) for stages in range(2, MOST_STAGES + 1)]
+        staged = [replace(candidate, num_stages=stages) for stages in range(2, MOST_STAGES + 1)]
         yield from [each for each in staged if not why_not(each, capability, itemsize)][-2:]
 
 

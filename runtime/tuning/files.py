@@ -318,8 +318,8 @@ def _row(facts: dict[str, Any]) -> CacheRow:
     require("ranks", row.ranks, row.ranks == 0 or is_count(row.ranks))
     known = BY_OP.get(row.op, ALGORITHMS)
     for name in ("values", "microseconds"):
-        require(name, given := getattr(row, name), isinstance(given, dict))
-        require(name, list(given), set(given) <= set(known))
+        require(name, entry := getattr(row, name), isinstance(entry, dict))
+        require(name, list(entry), set(entry) <= set(known))
     require("algorithm", row.algorithm, row.algorithm in known)
     for time in (row.default_us, *row.microseconds.values()):
         require("a time", time, is_figure(time))
@@ -364,7 +364,8 @@ def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> No
         found = content or {}
         found[about] = list({row.key: row for row in [*found.get(about, ()), *rows]}.values())
         machines = [
-            {**asdict(each), "rows": [asdict(row) for row in own]} for each, own in found.items()
+            {**asdict(each), "rows": [asdict(row) for row in rows_of_it]}
+            for each, rows_of_it in found.items()
         ]
         return {"machines": machines}
 

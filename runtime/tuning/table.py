@@ -331,5 +331,5 @@ def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
     [(128, 256, 'many'), (128, 128, 'many'), (64, 256, 'few')]
     """
     fitting = [t for t in TILES if dtype.startswith(t.dtype) and t.extents in (extents, ANY)]
-    own = [tile for tile in fitting if tile.arch == capability // 10]
-    return own or [tile for tile in fitting if tile.arch == ANY]
+    exact = [tile for tile in fitting if tile.arch == capability // 10]
+    return exact or [tile for tile in fitting if tile.arch == ANY]

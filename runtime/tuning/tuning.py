@@ -326,8 +326,8 @@ def cached(rows: Sequence[files.CacheRow], problem: Problem) -> tuple[files.Cach
     without."""
     kind = dtype_name(problem), extents_of(problem)
     for op in dict.fromkeys((problem.op, problem.product)):
-        own = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
-        if (found := nearest(own, bucket_of(problem))) is not None:
+        same_kind = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
+        if (found := nearest(same_kind, bucket_of(problem))) is not None:
             return found
     return None
 
@@ -377,22 +377,22 @@ def decide(
     if cached is not None:
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
-        made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
+        candidate = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
         if capability is None or not configuration.why_not(
-            made, capability, problem.dtype.itemsize
+            candidate, capability, problem.dtype.itemsize
         ):
             source = f"{_how(steps)} row of the cache, measured {row.date}".rstrip()
-            near.append((_how(steps), Choice(made, row.algorithm, source)))
+            near.append((_how(steps), Choice(candidate, row.algorithm, source)))
     if shape is not None:
         row_of_table, steps = shape
         source = f"{_how(steps)} row of the table ({row_of_table.source})"
-        made = replace(base, **row_of_table.values)
+        candidate = replace(base, **row_of_table.values)
         if capability and chip:  # the row is for a bucket; the last wave depends on the very shape
             tiles = [
                 replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
             ]
-            made, _ = fastest(chip, problem, made, tiles, matmul_us)
-        near.append((_how(steps), Choice(made, row_of_table.algorithm, source)))
+            candidate, _ = fastest(chip, problem, candidate, tiles, matmul_us)
+        near.append((_how(steps), Choice(candidate, row_of_table.algorithm, source)))
     if near:
         return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
@@ -424,10 +424,10 @@ def _alternatives(
     capability: int, problem: Problem, base: Configuration
 ) -> Iterable[Configuration]:
     """Return the cost model's candidates: the table's tiles and, for a gather, ways of sending."""
-    for made in _tiles(capability, problem, base):
-        yield made
+    for candidate in _tiles(capability, problem, base):
+        yield candidate
         if problem.op == "all_gather_matmul":
-            yield from configuration.sending_candidates(made)
+            yield from configuration.sending_candidates(candidate)
 
 
 class TunedFormat(Protocol):
@@ -587,19 +587,21 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             named, source = by_calibration(problem, gather)
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
-            made = configuration.with_overrides(choice.configuration)
-            if agreed.capability and (why := configuration.without_effect(made, agreed.capability)):
+            overridden = configuration.with_overrides(choice.configuration)
+            if agreed.capability and (
+                why := configuration.without_effect(overridden, agreed.capability)
+            ):
                 raise ValueError(f"{problem.op}: {why}, on all ranks")
-            choice = replace(choice, configuration=made, source="explicit")
+            choice = replace(choice, configuration=overridden, source="explicit")
         agreed.keep(key, choice)
     return choice
 
 
-def _told(communicator: Communicator, op: str, mine: object) -> list[Any]:
-    """Return every rank's ``mine``. Raises if a rank refuses the op. It is exchanged once, outside any
+def _told(communicator: Communicator, op: str, part: object) -> list[Any]:
+    """Return every rank's ``part``. Raises if a rank refuses the op. It is exchanged once, outside any
     plan."""
     place = communicator.place
-    call = Call(op, part=mine)
+    call = Call(op, part=part)
     return communicator.parts(call, lambda call: place.exchange(call.message, call.op))
 
 
@@ -610,16 +612,16 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     if place.simulated or place.world_size == 1:  # one process has one cache
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
-    mine = (capability, files.digest(rows), len(rows), str(files.path()), gather)
-    everyone = _told(communicator, op, mine)
+    own_cache = (capability, files.digest(rows), len(rows), str(files.path()), gather)
+    everyone = _told(communicator, op, own_cache)
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
     _, digest, count, file, first_gather = everyone[0]
     warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=2)
-    if mine[1] != digest:
+    if own_cache[1] != digest:
         warn(
             f"tuning caches differ between ranks: rank {place.rank} has {len(rows)} rows for this machine "
-            f"in {mine[3]}, rank 0 has {count} in {file}; rank 0's are used"
+            f"in {own_cache[3]}, rank 0 has {count} in {file}; rank 0's are used"
         )
     if gather != first_gather:
         warn(

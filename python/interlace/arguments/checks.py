@@ -68,14 +68,14 @@ def copied_back(
     event: Event | None,
 ) -> Event | None:
     """Copy, after ``event``, each dense stand-in to its tensor in ``outputs``."""
-    pairs = [(out, made) for out, made in zip(outputs, dense, strict=True) if out is not made]
+    pairs = [(out, source) for out, source in zip(outputs, dense, strict=True) if out is not source]
     if not pairs:
         return event
     compute = communicator.compute
     if event is not None:
         compute.wait_event(event)
-    for out, made in pairs:
-        compute.copy(movable(out), movable(made), "output")
+    for out, source in pairs:
+        compute.copy(movable(out), movable(source), "output")
     return compute.record()
 
 
@@ -132,9 +132,9 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
         value = imported(name, value)
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {described(value)}")
-    own = communicator.place.device
-    if value.device.type != own.type:
-        raise ValueError(f"{name} is on {value.device}, the group's memory on {own}")
+    device = communicator.place.device
+    if value.device.type != device.type:
+        raise ValueError(f"{name} is on {value.device}, the group's memory on {device}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
     if value.is_conj() or value.is_neg():
@@ -242,11 +242,11 @@ def one_node(algorithm: str, communicator: Communicator) -> None:
         )
 
 
-def part(name: str, given: int | None, parts: Sequence[tuple[int, int]], rank: int) -> None:
-    """Raise ValueError if ``given`` differs from the length of the rank's part."""
-    own = parts[rank][1]
-    if given not in (None, own):
-        raise ValueError(f"{name} must be {own}, rank {rank}'s part, got {given}")
+def part(name: str, length: int | None, parts: Sequence[tuple[int, int]], rank: int) -> None:
+    """Raise ValueError if ``length`` differs from the length of the rank's part."""
+    own_length = parts[rank][1]
+    if length not in (None, own_length):
+        raise ValueError(f"{name} must be {own_length}, rank {rank}'s part, got {length}")
 
 
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
@@ -582,11 +582,13 @@ def checked_residual(
     """Return a residual of the output's shape and dtype, or None."""
     if residual is None:
         return None
-    given = tensor("residual", residual, communicator)
-    if tuple(given.shape) != shape:
-        raise ValueError(f"residual must have the output's shape {shape}, got {tuple(given.shape)}")
-    same_dtype("residual", given.dtype, "the output", dtype)
-    return given
+    addend = tensor("residual", residual, communicator)
+    if tuple(addend.shape) != shape:
+        raise ValueError(
+            f"residual must have the output's shape {shape}, got {tuple(addend.shape)}"
+        )
+    same_dtype("residual", addend.dtype, "the output", dtype)
+    return addend
 
 
 Tensors = Sequence[torch.Tensor]
@@ -628,17 +630,17 @@ def parts(
 def _cut(
     name: str, tensor: torch.Tensor, shape: torch.Size, communicator: Communicator
 ) -> list[torch.Tensor]:
-    world_size, given = communicator.world_size, tensor.shape
-    if given == (world_size, *shape):
+    world_size, size = communicator.world_size, tensor.shape
+    if size == (world_size, *shape):
         return list(tensor.unbind(0))
-    if shape and given == (world_size * shape[0], *shape[1:]):
+    if shape and size == (world_size * shape[0], *shape[1:]):
         return list(tensor.tensor_split(world_size))
     forms = [str((world_size, *shape))]
     if shape:
         forms.insert(0, str((world_size * shape[0], *shape[1:])))
     raise ValueError(
         f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
-        f"{world_size}, got {tuple(given)}"
+        f"{world_size}, got {tuple(size)}"
     )
 
 

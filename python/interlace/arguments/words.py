@@ -99,7 +99,7 @@ def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
     if values.numel() == 1:
         return
     lengths = zip(reversed(values.shape), reversed(tensor.shape), strict=False)
-    if values.dim() > tensor.dim() or any(own not in (1, length) for own, length in lengths):
+    if values.dim() > tensor.dim() or any(extent not in (1, length) for extent, length in lengths):
         raise ValueError(
             f"op: the factor of premul_sum has shape {tuple(values.shape)}, {argument} has "
             f"{tuple(tensor.shape)}"

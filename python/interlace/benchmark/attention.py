@@ -39,9 +39,9 @@ def _ring_forward(query: Any, key: Any, value: Any, *, is_causal: bool) -> Any:
 
 
 def _ring_backward(*, grad_out: Any, query: Any, key: Any, value: Any, **rest: Any) -> Any:
-    made = rest["out"], rest["logsumexp"], 0.0, rest["is_causal"]
+    saved = rest["out"], rest["logsumexp"], 0.0, rest["is_causal"]
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return op(grad_out, query, key, value, *made)
+    return op(grad_out, query, key, value, *saved)
 
 
 class _HeadTensors(ByRows):
@@ -84,15 +84,15 @@ class _HeadTensors(ByRows):
         batch: int = settings.get("batch", 1)
         return 4 * batch * super().memory(dtype, *sizes)
 
-    def tokens(self, what: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
+    def tokens(self, operand: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
         """Return the tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
-        flat = protocol.some_rows(rows, heads * self.head_dim, what, call, self.dtype)
+        flat = protocol.some_rows(rows, heads * self.head_dim, operand, call, self.dtype)
         return flat.view(self.batch, len(places), heads, self.head_dim)
 
     def keys(self, places: torch.Tensor, call: int) -> list[torch.Tensor]:
-        return [self.tokens(what, places, self.key_heads, call) for what in (KEY, VALUE)]
+        return [self.tokens(operand, places, self.key_heads, call) for operand in (KEY, VALUE)]
 
     def known(self, heads: list[torch.Tensor], mask: torch.Tensor) -> AttentionReference:
         query, key, value = heads
@@ -114,10 +114,10 @@ class AttentionRows(_HeadTensors):
 
     def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
         super().__init__(place, dtype, *sizes, **settings)
-        every = torch.arange(self.m, device=self.device)
+        rows = torch.arange(self.m, device=self.device)
         chunk = self.m // (2 * self.world_size)
         chunks = [[r, 2 * self.world_size - 1 - r] for r in range(self.world_size)]
-        by_rank = [torch.cat([every[c * chunk : (c + 1) * chunk] for c in each]) for each in chunks]
+        by_rank = [torch.cat([rows[c * chunk : (c + 1) * chunk] for c in each]) for each in chunks]
         self.places, self.gathered = by_rank[self.rank], torch.cat(by_rank)
         seen = 0.5 if self.causal else 1.0
         self.nbytes = 2 * self.batch * self.m * self.key_heads * self.head_dim * dtype.itemsize
@@ -146,12 +146,12 @@ class AttentionRows(_HeadTensors):
         return {"method": method[0] if method else "auto", "algorithm": way, "causal": self.causal}
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        how = self._given(algorithm)
+        options = self._given(algorithm)
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                made = interlace.nn.functional.context_parallel_attention(*tensors, **how)
-                return interlace.functional.wait(made)
+                result = interlace.nn.functional.context_parallel_attention(*tensors, **options)
+                return interlace.functional.wait(result)
 
         return run
 
@@ -173,21 +173,25 @@ class AttentionRows(_HeadTensors):
                 query, *heads = tensors
                 return self._attended(query, *self._all_keys(*heads))
             heads = [each.transpose(1, 2).contiguous() for each in tensors]
-            how = dist.group.WORLD, 2, _ring_forward
-            return ring._templated_ring_attention(*how, *heads, is_causal=True)[0].transpose(1, 2)
+            options = dist.group.WORLD, 2, _ring_forward
+            return ring._templated_ring_attention(*options, *heads, is_causal=True)[0].transpose(
+                1, 2
+            )
 
     def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
         both = torch.stack([key, value])
-        every = both.new_empty(self.world_size, *both.shape)
-        self.collectives.all_gather(every.flatten(0, 1), both)  # gloo does not stack
-        return list(every.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
+        gathered = both.new_empty(self.world_size, *both.shape)
+        self.collectives.all_gather(gathered.flatten(0, 1), both)  # gloo does not stack
+        return list(gathered.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
     def _attended(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from this rank's queries to all keys in gathered order."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
         mask, shares = self._mask, self.key_heads != self.n
-        made = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=shares)
-        return made.transpose(1, 2)
+        result = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=shares
+        )
+        return result.transpose(1, 2)
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
         """Return a reference for queries at these places of the whole, and all keys in their order."""
@@ -197,9 +201,9 @@ class AttentionRows(_HeadTensors):
         return self.known(heads, mask)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        every, places = torch.arange(self.m, device=self.device), self.places[rows]
+        all_rows, places = torch.arange(self.m, device=self.device), self.places[rows]
         query = self.tokens(QUERY, places, self.n, call)
-        value, bound = self._reference(places, query, *self.keys(every, call)).output()
+        value, bound = self._reference(places, query, *self.keys(all_rows, call)).output()
         return self.rounded(value.permute(2, 0, 1, 3), bound.permute(2, 0, 1, 3))
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
@@ -220,13 +224,13 @@ class AttentionBackwardRows(AttentionRows):
         return (*super().inputs(call), self.tokens(GRAD, self.places, self.n, call))
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        how = self._given(algorithm)
+        options = self._given(algorithm)
 
         def run(*tensors: torch.Tensor) -> Any:
             *tensors, grad = tensors  # type: ignore[assignment]
             leaves = [each.detach().requires_grad_() for each in tensors]
-            made = interlace.nn.functional.context_parallel_attention(*leaves, **how)
-            return torch.autograd.grad(made, leaves, grad)
+            result = interlace.nn.functional.context_parallel_attention(*leaves, **options)
+            return torch.autograd.grad(result, leaves, grad)
 
         return run
 
@@ -237,14 +241,14 @@ class AttentionBackwardRows(AttentionRows):
             return self._gathered(grad, *tensors)
         with torch.no_grad():
             of_output, *heads = (each.transpose(1, 2).contiguous() for each in (grad, *tensors))
-            how = dist.group.WORLD, 2
+            options = dist.group.WORLD, 2
             out, lse, *_ = ring._templated_ring_attention(
-                *how, _ring_forward, *heads, is_causal=True
+                *options, _ring_forward, *heads, is_causal=True
             )
-            made = ring._templated_ring_attention_backward(
-                *how, _ring_backward, of_output, "grad_out", *heads, out, lse, is_causal=True
+            grads = ring._templated_ring_attention_backward(
+                *options, _ring_backward, of_output, "grad_out", *heads, out, lse, is_causal=True
             )
-            return [each.transpose(1, 2) for each in made[:3]]
+            return [each.transpose(1, 2) for each in grads[:3]]
 
     def _gathered(self, grad: torch.Tensor, query: torch.Tensor, *keys: torch.Tensor) -> Any:
         """Run torch's attention to gathered keys; contributions to their gradients are reduced."""
@@ -252,30 +256,28 @@ class AttentionBackwardRows(AttentionRows):
         of_query, *of_keys = torch.autograd.grad(self._attended(*leaves), leaves, grad)
         parts = torch.unflatten(torch.stack(of_keys), 2, (self.world_size, -1))
         by_rank = parts.permute(2, 0, 1, 3, 4, 5).contiguous()
-        own = torch.empty_like(by_rank[0])
-        self.collectives.reduce_scatter(own, by_rank.flatten(0, 1))
-        return of_query, *own.unbind(0)
+        part = torch.empty_like(by_rank[0])
+        self.collectives.reduce_scatter(part, by_rank.flatten(0, 1))
+        return of_query, *part.unbind(0)
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         """Check one head of keys, another in each call, with the heads of queries that see it."""
         head, groups = call % self.key_heads, self.n // self.key_heads
         queries = slice(head * groups, (head + 1) * groups)
         if call not in self._known:
-            every = torch.arange(self.m, device=self.device)
-            query, grad = (
-                self.tokens(w, every, self.n, call)[:, :, queries] for w in (QUERY, GRAD)
-            )
-            keys = [each[:, :, head : head + 1] for each in self.keys(every, call)]
-            found = self._reference(every, query, *keys).gradients(grad.transpose(1, 2))
+            rows = torch.arange(self.m, device=self.device)
+            query, grad = (self.tokens(w, rows, self.n, call)[:, :, queries] for w in (QUERY, GRAD))
+            keys = [each[:, :, head : head + 1] for each in self.keys(rows, call)]
+            found = self._reference(rows, query, *keys).gradients(grad.transpose(1, 2))
             self._known[call] = [[part[:, :, self.places] for part in each] for each in found]
         worst = 0.0
-        for made, (value, bound), heads in zip(
+        for grads, (value, bound), heads in zip(
             result, self._known[call], (queries, *[slice(head, head + 1)] * 2), strict=True
         ):
             if rounds_often:
                 # scores are rounded already, for half of the bound, and so is each partial sum
                 bound = bound * (1 + (self.world_size + 1) / 2)
-            mine = made[:, :, heads].transpose(1, 2)
+            mine = grads[:, :, heads].transpose(1, 2)
             worst = max(worst, reference.worst_ratio(mine, value, bound))
         return worst
 
@@ -308,8 +310,8 @@ class DecodeRows(_HeadTensors):
         return self.tokens(QUERY, torch.zeros(1, device=self.device).long(), self.n, call)[:, 0]
 
     def inputs(self, call: int) -> Tensors:
-        own = torch.arange(self.own, self.own + self.rows, device=self.device)
-        return self._query(call), *self.keys(own, call)
+        places = torch.arange(self.own, self.own + self.rows, device=self.device)
+        return self._query(call), *self.keys(places, call)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         op: Any = interlace.distributed_decode
@@ -331,19 +333,19 @@ class DecodeRows(_HeadTensors):
         groups = query.view(self.batch, self.key_heads, -1, self.head_dim)
         heads = [groups, *(each.transpose(1, 2) for each in keys)]
         if self.device.type == "cpu":
-            made, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads)
+            output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads)
         else:
             op = _aten._scaled_dot_product_efficient_attention
-            made, sums, *_ = op(*heads, None, True)
+            output, sums, *_ = op(*heads, None, True)
         lse = sums[..., : groups.shape[2]].unsqueeze(-1)
-        return torch.cat([made.float(), lse.float()], -1)
+        return torch.cat([output.float(), lse.float()], -1)
 
     def theirs(self, *tensors: Any) -> Any:
-        mine = self._partial(*tensors)
-        every = mine.new_empty(self.world_size, *mine.shape)
-        self.collectives.all_gather(every.flatten(0, 1), mine)
-        weights = every[..., -1:].softmax(0)
-        merged = (every[..., :-1] * weights).sum(0)
+        part = self._partial(*tensors)
+        gathered = part.new_empty(self.world_size, *part.shape)
+        self.collectives.all_gather(gathered.flatten(0, 1), part)
+        weights = gathered[..., -1:].softmax(0)
+        merged = (gathered[..., :-1] * weights).sum(0)
         return merged.flatten(1, 2).to(self.dtype)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:

@@ -139,14 +139,14 @@ class DispatchRows(_MovedRows):
         idx, experts = self.chosen.topk_idx, self.world_size
         dispatch: Any = interlace.experts.dispatch
         taken = slice(2) if self._use_fp8 else 0  # rows with their scales, or rows
-        how = {"use_fp8": self._use_fp8, "algorithm": algorithm}
-        return lambda x: dispatch(x, idx, None, experts, **how)[0][taken]
+        options = {"use_fp8": self._use_fp8, "algorithm": algorithm}
+        return lambda x: dispatch(x, idx, None, experts, **options)[0][taken]
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         if self._format is not None:
             rows = self._format.packed_rows(self.right(call))
-            made = result if isinstance(result, torch.Tensor) else packed_rows(result)
-            return 0.0 if torch.equal(made, rows) else float("inf")
+            found = result if isinstance(result, torch.Tensor) else packed_rows(result)
+            return 0.0 if torch.equal(found, rows) else float("inf")
         if not self._use_fp8:
             return super().check(result, call, rounds_often)
         wanted = interlace.experts.quantize(self.right(call))
@@ -222,9 +222,9 @@ class AllToAllGroupedRows(_Exchanged):
         return (*self.matmul_inputs(call), self.empty_rows(self.m))
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        splits, how = [self.rows] * self.world_size, self.options(algorithm)
+        splits, options = [self.rows] * self.world_size, self.options(algorithm)
         op = getattr(interlace, self.op)
-        return lambda input, weight, buffer: op(input, self.of_expert(weight), splits, **how)[0]
+        return lambda input, weight, buffer: op(input, self.of_expert(weight), splits, **options)[0]
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         arrived = self.collectives.all_to_all(buffer, self.rows_to_move(input))
@@ -262,17 +262,17 @@ class AllGatherGroupedRows(AllGatherMatmul):
         return input, stacked.mT if self.format is None else stacked.t(), buffer
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        splits, how = [self.rows // TOPK] * TOPK, self.options(algorithm)
+        splits, options = [self.rows // TOPK] * TOPK, self.options(algorithm)
         op = getattr(interlace, self.op)
-        return lambda input, weight, buffer: op(input, weight, splits, **how)[0]
+        return lambda input, weight, buffer: op(input, weight, splits, **options)[0]
 
     def _products(self, input: Any, weight: Any) -> torch.Tensor:
         """Multiply for every expert, as baselines do."""
         if self.format is None:
             return torch.bmm(input, weight)
         by_expert = zip(input, packed_rows(weight), strict=True)
-        made = [multiply_packed(*each, self.format) for each in by_expert]
-        return torch.stack(made).to(self.dtype)
+        products = [multiply_packed(*each, self.format) for each in by_expert]
+        return torch.stack(products).to(self.dtype)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         gathered = self.collectives.all_gather(buffer, self.rows_to_move(input))
@@ -309,8 +309,10 @@ class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         splits, idx = [self.rows] * self.world_size, self.chosen.topk_idx
-        op, how = interlace.grouped_matmul_combine, self.options(algorithm)
-        return lambda input, weight, buffer: op(input, self.of_expert(weight), splits, idx, **how)
+        op, options = interlace.grouped_matmul_combine, self.options(algorithm)
+        return lambda input, weight, buffer: op(
+            input, self.of_expert(weight), splits, idx, **options
+        )
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         return self.sums(self.collectives.all_to_all(buffer, self.product(input, weight)))

@@ -140,9 +140,9 @@ class ByRows(MeasuredOp):
             return float("inf")
         return reference.worst_ratio(result[rows], value, looser if rounds_often else bound)
 
-    def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
-        """Return the payload of ``rank``; ``what`` is the number of the input in a call."""
-        number = 2 * call + what
+    def matrix(self, operand: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
+        """Return the payload of ``rank``; ``operand`` is the number of the input in a call."""
+        number = 2 * call + operand
         flat = protocol.vector(0, rows * columns, rank, number, self.dtype, self.device)
         return flat.view(rows, columns)
 
@@ -217,13 +217,13 @@ class Fused(ByRows):
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         """Return the op, called with input, weight, and torch's buffer of the communicated size."""
-        op, how = getattr(interlace, self.op), self.options(algorithm)
-        return lambda input, weight, buffer: op(input, weight, **how)
+        op, options = getattr(interlace, self.op), self.options(algorithm)
+        return lambda input, weight, buffer: op(input, weight, **options)
 
     def options(self, algorithm: str) -> dict[str, Any]:
         """Return the options of interlace's op."""
-        how: dict[str, Any] = {"algorithm": algorithm}
-        return how if self.format is None else how | {"out_dtype": self.dtype}
+        settings: dict[str, Any] = {"algorithm": algorithm}
+        return settings if self.format is None else settings | {"out_dtype": self.dtype}
 
     def matmul_inputs(self, call: int) -> Tensors:
         input = self.operand(self.matrix(INPUT, self.m, self.k, self.rank, call))
@@ -338,8 +338,8 @@ class MatmulAllToAll(_HeadExchange):
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         pieces = self.rows_by_owner(rows, self.m, call)
-        own = self.common(call)[:, self.rank * self.each : (self.rank + 1) * self.each]
-        value, bound = reference.all_gather_matmul(pieces, own, self.dtype, roundings=2)
+        columns = self.common(call)[:, self.rank * self.each : (self.rank + 1) * self.each]
+        value, bound = reference.all_gather_matmul(pieces, columns, self.dtype, roundings=2)
         return value, bound, bound
 
 
@@ -356,9 +356,9 @@ class AllToAllMatmul(_HeadExchange):
         return torch.mm(parts.transpose(0, 1).reshape(self.m, -1), weight)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        own, what = self.rank * self.m + rows, 2 * call + INPUT
+        places, operand = self.rank * self.m + rows, 2 * call + INPUT
         parts = [
-            protocol.some_rows(own, self.each, source, what, self.dtype)
+            protocol.some_rows(places, self.each, source, operand, self.dtype)
             for source in range(self.world_size)
         ]
         whole = torch.cat(parts, 1)

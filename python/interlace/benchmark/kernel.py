@@ -61,16 +61,16 @@ class Kernel:
 
 
 def arguments_for(
-    function: Callable[..., Any], target: str, given: dict[str, Any]
+    function: Callable[..., Any], target: str, values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the values among ``given`` that the function takes; raise if it needs another."""
+    """Return the values among ``values`` that the function takes; raise if it needs another."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         needed = parameter.default is parameter.empty
-        if name in ARGUMENTS and given.get(name) is not None:
-            arguments[name] = given[name]
+        if name in ARGUMENTS and values.get(name) is not None:
+            arguments[name] = values[name]
         elif needed and name not in ARGUMENTS:
             known = ", ".join(ARGUMENTS)
             raise TypeError(f"{target}: takes an argument {name!r}; bench gives {known}")
@@ -87,15 +87,15 @@ def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple
     except AssertionError as error:
         return float("inf"), (str(error) or "AssertionError")[:LONGEST]
     scalars = torch.Tensor, numpy.ndarray, numpy.generic
-    said = found.item() if isinstance(found, scalars) and found.ndim == 0 else found
-    if said is None or said is True:
+    value = found.item() if isinstance(found, scalars) and found.ndim == 0 else found
+    if value is None or value is True:
         return 0.0, ""
-    if said is False:
+    if value is False:
         return float("inf"), ""
-    if isinstance(said, (int, float)):
-        if said >= 0:
-            return float(said), ""
-        return float("inf"), f"the check returned {said}, which is not a valid error"
+    if isinstance(value, (int, float)):
+        if value >= 0:
+            return float(value), ""
+        return float("inf"), f"the check returned {value}, which is not a valid error"
     name = getattr(check, "__name__", type(check).__name__)
     raise TypeError(
         f"check {name} returned {type(found).__name__}, {str(found)[:100]}; it must return None, a bool, "

@@ -131,8 +131,8 @@ class Plain(MeasuredOp):
         return arguments[0]
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        how = {"algorithm": algorithm} if len(self.algorithms) > 1 else {}
-        return functools.partial(self.call, interlace, **how)
+        options = {"algorithm": algorithm} if len(self.algorithms) > 1 else {}
+        return functools.partial(self.call, interlace, **options)
 
     def theirs(self, *arguments: Any) -> Any:
         if not self.torch_names:
@@ -317,15 +317,15 @@ class Gather(_Copying):
     op = "gather"
 
     def inputs(self, call: int) -> Tensors:
-        mine = self.of(self.rank, call, count=self.part)
+        part = self.of(self.rank, call, count=self.part)
         if self.rank:
-            return mine, None, None
+            return part, None, None
         output = self.empty(self.whole)
-        return mine, list(output.chunk(self.world_size)), output
+        return part, list(output.chunk(self.world_size)), output
 
     def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
-        mine, parts, output = arguments
-        library.gather(mine, parts, 0)
+        part, parts, output = arguments
+        library.gather(part, parts, 0)
         return output
 
     def pieces(self) -> list[tuple[int, int, int]]:

@@ -53,12 +53,12 @@ class Timing:
     microseconds: list[float]
 
 
-def everyones(mine: Any) -> list[Any]:
+def everyones(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank; small and picklable. Collective, on the host only.
 
     It does not use ``Communicator.agree``, where a place may answer from an earlier agreement.
     """
-    messages = groups.default_group().place.exchange(plain.dumps(mine), "a benchmark")
+    messages = groups.default_group().place.exchange(plain.dumps(value), "a benchmark")
     return [plain.loads(message) for message in messages]
 
 

@@ -193,8 +193,8 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
     names = _own_baselines(request, found, place)
     function = target.rpartition("::")[2]
     sizes = {"m": request.m, "n": request.n, "k": request.k}
-    every = {"bytes": found.nbytes or request.nbytes, **sizes}
-    shape = {name: size for name, size in every.items() if size}
+    numbers = {"bytes": found.nbytes or request.nbytes, **sizes}
+    shape = {name: size for name, size in numbers.items() if size}
     subject = Subject(function, shape, found.nbytes, found.bus_factor, found.flops)
 
     def add(name: str, role: str, run: Callable[..., Any], check: Any) -> str:
@@ -373,10 +373,10 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
 
     def check_all(number: int) -> None:
         for each in candidates:
-            error, said = errors.get(each.name, (None, ""))
+            error, message = errors.get(each.name, (None, ""))
             now, now_said = _checked(each, number, virtual=request.virtual)
             if now is not None:
-                errors[each.name] = (max(now, error or 0.0), said or now_said)
+                errors[each.name] = (max(now, error or 0.0), message or now_said)
             step()
 
     check_all(0)
@@ -424,8 +424,8 @@ def _checked(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float
     protocol.finish(virtual=virtual)
     if each.check is None:
         return None, ""
-    mine = kernel.verdict(each.check, result, number)
-    verdicts = protocol.everyones(mine)
+    verdict = kernel.verdict(each.check, result, number)
+    verdicts = protocol.everyones(verdict)
     worst = max(range(len(verdicts)), key=lambda rank: verdicts[rank][0])
-    error, said = verdicts[worst]
-    return error, f"rank {worst}: {said}" if said else ""
+    error, message = verdicts[worst]
+    return error, f"rank {worst}: {message}" if message else ""

@@ -329,13 +329,13 @@ class _Search:
 
         fused = [each.candidate for each in best if each.candidate.algorithm == "fused"]
         tiles = [each for each in fused if sends(each) == sends(base)]
-        others = [each for each in fused if sends(each) != sends(base)]
-        if not tiles or not others or self._left() < (1 - EARLY) / 2 * self._request.seconds:
+        senders = [each for each in fused if sends(each) != sends(base)]
+        if not tiles or not senders or self._left() < (1 - EARLY) / 2 * self._request.seconds:
             return []
-        made = combined(tiles[0], others[0])
-        if any(each.candidate.values == made.values for each in self._timed):
+        combination = combined(tiles[0], senders[0])
+        if any(each.candidate.values == combination.values for each in self._timed):
             return []
-        timed = Timed(made)
+        timed = Timed(combination)
         self._timed.append(timed)
         self._check(len(self._timed) - 1, timed)
         return [timed] if timed.right else []

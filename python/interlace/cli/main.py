@@ -80,11 +80,11 @@ def run(arguments: list[str]) -> int:
     called = _called(arguments)
     try:
         top = parser(called)
-        given = top.parse_args(arguments)
-        if given.command is None:
+        parsed = top.parse_args(arguments)
+        if parsed.command is None:
             top.print_help()
             return 0
-        options = from_arguments(options_of(called), given)
+        options = from_arguments(options_of(called), parsed)
         with _terminable():
             wanted = options.interprets()
             if wanted is not None:

@@ -129,16 +129,16 @@ def backend(
     """
     settings = dict(options or {})
     codegen = settings.pop("codegen", "inductor")
-    own = {key: settings.pop(key) for key in OWN_OPTIONS if key in settings}
+    of_pass = {key: settings.pop(key) for key in OWN_OPTIONS if key in settings}
     if codegen not in CODEGENS:
         raise ValueError(f"codegen must be one of {', '.join(CODEGENS)}, got {codegen!r}")
-    fusion = FusionPass(**own)
+    fusion = FusionPass(**of_pass)
     if fusion.policy != "never":
         know_eps(graph_module.graph)
     if codegen == "inductor":
         return _inductor(graph_module, inputs, fusion, mode, settings)
-    if given := settings or mode:
-        raise ValueError(f'codegen="aot_eager" accepts no options of Inductor, got {given}')
+    if unknown := settings or mode:
+        raise ValueError(f'codegen="aot_eager" accepts no options of Inductor, got {unknown}')
     return _aot_eager(graph_module, inputs, fusion)
 
 
@@ -154,14 +154,14 @@ def _inductor(
 
     patches = dict(list_mode_options(mode)) if mode not in (None, "default") else {}
     patches.update(settings)
-    ours = {
+    new_passes = {
         "post_grad_custom_post_pass": fusion,
         "joint_custom_post_pass": _SumsKept(fusion.policy),
     }
-    for key, own in ours.items():
+    for key, new_pass in new_passes.items():
         theirs = patches.get(key) or []
         passes = theirs if isinstance(theirs, list) else [theirs]
-        patches[key] = _Passes([*passes, own]) if passes else own
+        patches[key] = _Passes([*passes, new_pass]) if passes else new_pass
     compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
@@ -177,8 +177,8 @@ class _Passes(CustomGraphPass):
             each(graph)
 
     def uuid(self) -> object:
-        made = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
-        return None if any(each is None for each in made) else str(made)
+        identities = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
+        return None if any(each is None for each in identities) else str(identities)
 
 
 def _aot_eager(

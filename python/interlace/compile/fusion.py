@@ -165,13 +165,13 @@ class Candidate:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        what = f"{self.collective} {self.shape} at {self.where}"
+        subject = f"{self.collective} {self.shape} at {self.where}"
         times = ""
         if self.unfused_seconds is not None and self.fused_seconds is not None:
             unfused, fused = 1e6 * self.unfused_seconds, 1e6 * self.fused_seconds
             times = f" (predicted {unfused:.0f} us unfused, {fused:.0f} us fused)"
-        told = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
-        return "; ".join([f"{what}: {told}{times}", *self.notes])
+        outcome = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
+        return "; ".join([f"{subject}: {outcome}{times}", *self.notes])
 
 
 @dataclass
@@ -375,8 +375,8 @@ def _other(node: fx.Node) -> Candidate:
     reason = "a collective of another kind"
     if op.startswith(tuple(WITH_MATMULS)):
         reason = "it has no single wait here, is coalesced, or its group is not known"
-    made = nodes.value(node)
-    text = "" if made is None else "x".join(map(str, made.shape))
+    example = nodes.value(node)
+    text = "" if example is None else "x".join(map(str, example.shape))
     return Candidate(op, nodes.source_line(node), "none", text, 0, False, reason)
 
 
@@ -443,10 +443,10 @@ def _shown(collective: Collective, products: list[GraphProduct]) -> str:
 def _gather_products(
     collective: Collective, gathers: dict[fx.Node, Collective]
 ) -> tuple[list[GraphProduct], tuple[str, ...]]:
-    products, others = readers(collective.result)
+    products, refused = readers(collective.result)
     later = {product.node for product in products}
     kept: list[GraphProduct] = []
-    notes = [f"left out {_placed(node)}: {why}" for node, why in others]
+    notes = [f"left out {_placed(node)}: {why}" for node, why in refused]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
         if product.scales is not None:
@@ -457,7 +457,7 @@ def _gather_products(
         else:
             kept.append(product)
     if not kept:
-        reasons = sorted({why for _, why in others}) or ["no matmul reads the gathered tensor"]
+        reasons = sorted({why for _, why in refused}) or ["no matmul reads the gathered tensor"]
         raise Unfit("; ".join(reasons))
     for product in kept[:]:
         if product.kind != kept[0].kind:

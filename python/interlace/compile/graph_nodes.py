@@ -80,8 +80,8 @@ def arguments(node: fx.Node) -> Any:
 
 def value(node: fx.Node) -> Any:
     """Return the fake tensor from the node's trace, or None if it is not a tensor."""
-    made = node.meta.get("val")
-    return made if isinstance(made, torch.Tensor) else None
+    example = node.meta.get("val")
+    return example if isinstance(example, torch.Tensor) else None
 
 
 def shape(node: fx.Node) -> list[Any]:
@@ -308,23 +308,23 @@ def named_call(node: fx.Node) -> NamedCall | None:
             return None
         schema = node.target._schema
         single: dict[object, fx.Node | None] = {0: node}
-        made = _results(node) if len(schema.returns) > 1 else single
-        return NamedCall(schema.name, named_arguments(node), made)
+        results = _results(node) if len(schema.returns) > 1 else single
+        return NamedCall(schema.name, named_arguments(node), results)
     op: OpOverload = arguments(node)[0]
-    given, items = dict(node.kwargs), _results(node)
+    named, items = dict(node.kwargs), _results(node)
     kinds = {each.name: each.alias_info for each in op._schema.arguments}
     changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
     first = max(1, len(op._schema.returns))
     places: dict[str, Any] = {name: index for index, name in enumerate(changed)}
     if node.target is FUNCTIONALISED[1]:
-        bases: Any = given.pop("_all_bases")
+        bases: Any = named.pop("_all_bases")
         for name in changed:
-            places[name] = index = given.pop(f"_{name}_base_index", None)
-            given[name] = None if index is None else bases[index]
-        if any(name.startswith("_") for name in given):  # strides of a view
+            places[name] = index = named.pop(f"_{name}_base_index", None)
+            named[name] = None if index is None else bases[index]
+        if any(name.startswith("_") for name in named):  # strides of a view
             return None
-    made = {name: items.get(first + at) for name, at in places.items() if at is not None}
-    return NamedCall(op._schema.name, given_to(op, (), given), made)
+    results = {name: items.get(first + at) for name, at in places.items() if at is not None}
+    return NamedCall(op._schema.name, given_to(op, (), named), results)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -365,8 +365,8 @@ def _is_composite(node: fx.Node) -> bool:
         return False  # dropout: tools that switch training to evaluation look for it
     if node.meta.get("unbacked_bindings"):
         return False  # a new trace would have new symbols for lengths that depend on data
-    made = tree_leaves(node.meta.get("val"))
-    if not all(isinstance(each, torch.Tensor) for each in made):
+    examples = tree_leaves(node.meta.get("val"))
+    if not all(isinstance(each, torch.Tensor) for each in examples):
         return False
     return bool(target.has_kernel_for_dispatch_key(_COMPOSITE))
 
@@ -410,14 +410,14 @@ def trace(function: Callable[..., object], inputs: Sequence[fx.Node], **options:
 
 def inlined(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
     """Copy a graph of :func:`trace` before ``like``, with its origin, and return the results' nodes."""
-    made = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    copies = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     with like.graph.inserting_before(like):
         for each in traced.nodes:
             if each.op not in ("placeholder", "output"):
-                made[each] = like.graph.node_copy(each, made.__getitem__)
-                made[each].meta = {**origin_of(like), "val": each.meta["val"]}
+                copies[each] = like.graph.node_copy(each, copies.__getitem__)
+                copies[each].meta = {**origin_of(like), "val": each.meta["val"]}
     (results,) = arguments(traced.output_node())
-    return tree_map_only(fx.Node, made.__getitem__, results)
+    return tree_map_only(fx.Node, copies.__getitem__, results)
 
 
 @dataclass(frozen=True)
@@ -440,7 +440,7 @@ class Collective:
 
 
 def find(graph: fx.Graph) -> list[Collective]:
-    return [made for node in graph.nodes if (made := at(node)) is not None]
+    return [found for node in graph.nodes if (found := at(node)) is not None]
 
 
 STARTS = {  # by op: the kind of collective, and the names of its arguments
@@ -487,20 +487,20 @@ def at(node: fx.Node) -> Collective | None:
     if called is None or called.name not in STARTS:
         return None
     kind, names = STARTS[called.name]
-    given = dict(zip(names.split(), called.given.values(), strict=True))
-    input, name = given["input"], given["name"]
-    size = given["size"] if "size" in given else _size_of(name)
+    named = dict(zip(names.split(), called.given.values(), strict=True))
+    input, name = named["input"], named["name"]
+    size = named["size"] if "size" in named else _size_of(name)
     waited = node if called.name in VLLM else only_user(node)
     if waited is None or not (waited is node or is_call(waited, wait_tensor)):
         return None
     if value(input) is None or not isinstance(size, int) or not isinstance(name, str):
         return None
-    result, dim = waited, given.get("dim", 0) % max(value(input).dim(), 1)
-    if "dim" not in given and kind == "all_gather":
+    result, dim = waited, named.get("dim", 0) % max(value(input).dim(), 1)
+    if "dim" not in named and kind == "all_gather":
         result, dim = _joined(waited, size) or (result, dim)
-    if "dim" not in given and kind == "reduce_scatter":
+    if "dim" not in named and kind == "reduce_scatter":
         input, dim = _cut(input, size) or (input, dim)
-    reduce_op = str(given.get("reduce_op", "sum")).lower()
+    reduce_op = str(named.get("reduce_op", "sum")).lower()
     return Collective(kind, node, input, result, dim, reduce_op, size, name)
 
 
@@ -547,8 +547,8 @@ def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
     length = shape(source)[dim]
     user = only_user(source)
     if user is not None and is_call(user, aten.split.Tensor):
-        given = named_arguments(user)
-        part, along = given["split_size"], given["dim"]
+        named = named_arguments(user)
+        part, along = named["split_size"], named["dim"]
         part = part.meta["val"] if isinstance(part, fx.Node) else part
         items = sorted(user.users, key=lambda item: int(arguments(item)[1]))
         equal = same([part * size], [length])
@@ -563,9 +563,9 @@ def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
         return None
     found = {}
     for each in slices:
-        given = named_arguments(each)
-        start, end = given["start"] or 0, length if given["end"] is None else given["end"]
-        if (given["dim"], given["step"]) != (dim, 1) or start % part:
+        named = named_arguments(each)
+        start, end = named["start"] or 0, length if named["end"] is None else named["end"]
+        if (named["dim"], named["step"]) != (dim, 1) or start % part:
             return None
         if min(end, length) != start + part:
             return None

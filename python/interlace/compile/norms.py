@@ -100,16 +100,16 @@ def find(collective: Collective) -> GraphNorm | None:
             return None
         reduced = user
     for source, added in _biased(reduced):
-        made = next(_norms(source), None)
-        if made is None:
+        norm = next(_norms(source), None)
+        if norm is None:
             continue
-        if made.residual is not None and len(source.users) > 1:
+        if norm.residual is not None and len(source.users) > 1:
             raise Unfit("the reduced tensor is also read elsewhere, without the residual")
-        vectors = made.residual, made.weight, made.bias, made.static, added
+        vectors = norm.residual, norm.weight, norm.bias, norm.static, added
         needed = [each for each in vectors if each is not None]
         if ancestors(needed) & {collective.result}:
             raise Unfit("the residual or the norm's weight comes from the reduced tensor")
-        return replace(made, added=added)
+        return replace(norm, added=added)
     return None
 
 
@@ -248,9 +248,9 @@ def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
             continue
         for root in added.users:
             if is_call(root, aten.rsqrt.default):
-                for made in root.users:
-                    if is_call(made, aten.mul.Tensor) and set(made.args) == {x, root}:
-                        yield float(added.args[1]), made
+                for node in root.users:
+                    if is_call(node, aten.mul.Tensor) and set(node.args) == {x, root}:
+                        yield float(added.args[1]), node
 
 
 def _finished(
@@ -259,22 +259,22 @@ def _finished(
     total: fx.Node,
     residual: fx.Node | None,
     eps: float,
-    made: fx.Node,
+    node: fx.Node,
 ) -> GraphNorm:
     """Return the norm with the weight, bias and rounding after it, in any order that changes only bits."""
     found: dict[object, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
-    if is_call(made, operator.getitem):
-        native: Any = made.args[0]
+    if is_call(node, operator.getitem):
+        native: Any = node.args[0]
         vectors = native.args[2:4]
     else:
-        while len(steps := [u for u in made.users if _goes_on(kind, made, u, dtype, found)]) == 1:
+        while len(steps := [u for u in node.users if _goes_on(kind, node, u, dtype, found)]) == 1:
             (user,) = steps
             if not is_call(user, *CONVERTS):
-                found[user.target] = _vector_beside(user, made)
-            made = user
+                found[user.target] = _vector_beside(user, node)
+            node = user
         vectors = list(found.values())
     weight, bias = _vectors(dtype, vectors)
-    return _quantised(GraphNorm(kind, dtype, eps, total, made, residual, weight, bias))
+    return _quantised(GraphNorm(kind, dtype, eps, total, node, residual, weight, bias))
 
 
 def _quantised(norm: GraphNorm) -> GraphNorm:
@@ -294,37 +294,37 @@ def _quantised(norm: GraphNorm) -> GraphNorm:
 
 def _as_fp8(norm: GraphNorm, found: Quantisation) -> GraphNorm:
     by = "" if found.static is None else " by a scale that is an input"
-    made, scale, static = found
+    quantised, scale, static = found
     notes = (f"its rows leave as fp8{by}",)
-    return replace(norm, normed=made, scale=scale, static=static, notes=notes)
+    return replace(norm, normed=quantised, scale=scale, static=static, notes=notes)
 
 
 def _goes_on(
-    kind: str, made: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[object, fx.Node | None]
+    kind: str, node: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[object, fx.Node | None]
 ) -> bool:
-    """Return whether ``user`` rounds ``made``, or applies a weight or bias that it did not have yet."""
+    """Return whether ``user`` rounds ``node``, or applies a weight or bias that it did not have yet."""
     if is_call(user, *CONVERTS):
-        return bool(value(user).dtype == dtype != value(made).dtype)
-    if _vector_beside(user, made) is None or found[aten.add.Tensor] is not None:
+        return bool(value(user).dtype == dtype != value(node).dtype)
+    if _vector_beside(user, node) is None or found[aten.add.Tensor] is not None:
         return False
     return found[user.target] is None and (user.target == aten.mul.Tensor or kind == "layer")
 
 
-def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
-    """Return the node that ``node`` multiplies with or adds to ``made``, if it is a number per column."""
+def _vector_beside(node: fx.Node, rows: fx.Node) -> fx.Node | None:
+    """Return the node that ``node`` multiplies with or adds to ``rows``, if it is a number per column."""
     if not is_call(node, aten.mul.Tensor, aten.add.Tensor) or node.kwargs:
         return None
     left, right = node.args
-    other = right if left is made else left
+    other = right if left is rows else left
     if isinstance(other, fx.Node) and value(other) is not None:
-        return other if same(shape(other), shape(made)[-1:]) else None
+        return other if same(shape(other), shape(rows)[-1:]) else None
     return None
 
 
-def _vectors(dtype: torch.dtype, given: Sequence[Any]) -> list[fx.Node | None]:
+def _vectors(dtype: torch.dtype, nodes: Sequence[Any]) -> list[fx.Node | None]:
     """Return the weight and the bias without conversions to fp32, which the op does itself."""
     found: list[fx.Node | None] = []
-    for each in given:
+    for each in nodes:
         node = each
         while is_call(node, *CONVERTS) and value(node).dtype == torch.float32:
             node = node.args[0]
@@ -349,28 +349,30 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         call = named_call(user)
         if call is None or source not in (call.given.get("input"), call.given.get("x")):
             continue
-        given, made = call.given, call.made
-        if given.get("variance_size") is not None or given.get("scale_ub") is not None:
+        named, results = call.given, call.made
+        if named.get("variance_size") is not None or named.get("scale_ub") is not None:
             continue
         dtype = value(source).dtype
-        about = "rms", dtype, float(given.get("epsilon", 0.0))
-        weight, _ = _vectors(dtype, (given.get("weight"), None))
-        added = given.get("residual", given.get("x_residual"))
+        about = "rms", dtype, float(named.get("epsilon", 0.0))
+        weight, _ = _vectors(dtype, (named.get("weight"), None))
+        added = named.get("residual", named.get("x_residual"))
         if residual is not None and added is not None:
             continue  # this op norms another tensor than the sum
         if call.name in ALONE:
-            yield _quantised(GraphNorm(*about, total, made.get(ALONE[call.name]), residual, weight))
+            yield _quantised(
+                GraphNorm(*about, total, results.get(ALONE[call.name]), residual, weight)
+            )
         elif call.name in ADDS_TOO:
-            normed, after = (made.get(each) for each in ADDS_TOO[call.name])
+            normed, after = (results.get(each) for each in ADDS_TOO[call.name])
             yield _quantised(GraphNorm(*about, after, normed, added, weight))
         elif call.name == QUANTISES or call.name in BY_INPUT:
-            after = total if added is None else made.get("residual")
-            before, fp8 = residual if added is None else added, made.get("result")
+            after = total if added is None else results.get("residual")
+            before, fp8 = residual if added is None else added, results.get("result")
             norm = GraphNorm(*about, after, None, before, weight)
             if call.name == QUANTISES:
-                yield _as_fp8(norm, Quantisation(fp8, made.get("scale")))
+                yield _as_fp8(norm, Quantisation(fp8, results.get("scale")))
             else:
-                yield _as_fp8(norm, by_input(fp8, given["scale"], source))
+                yield _as_fp8(norm, by_input(fp8, named["scale"], source))
 
 
 # -- fp8 ------------------------------------------------------------------------------------------------
@@ -397,22 +399,22 @@ def quantisation_of(normed: fx.Node) -> Quantisation | None:
     return found
 
 
-def by_input(made: fx.Node | None, scale: Any, y: fx.Node) -> Quantisation:
+def by_input(quantised: fx.Node | None, scale: Any, y: fx.Node) -> Quantisation:
     """Return fp8 by ``scale``; raise Unfit unless this is one number that existed before ``y``."""
     one = isinstance(scale, fx.Node) and same([value(scale).numel()], [1])
     if not one or y in ancestors([scale]):
         raise Unfit(NO_SCALE)
-    return Quantisation(made, None, scale)
+    return Quantisation(quantised, None, scale)
 
 
 def _written_fp8(y: fx.Node) -> Iterator[Quantisation]:
-    for made, scale, clamped in _quotients(y, None, False):
+    for quantised, scale, clamped in _quotients(y, None, False):
         if isinstance(scale, fx.Node) and _is_scale(scale, y):
-            yield Quantisation(made, scale)
+            yield Quantisation(quantised, scale)
         elif not clamped:
             raise Unfit(NO_SCALE)
         else:
-            yield by_input(made, scale, y)
+            yield by_input(quantised, scale, y)
 
 
 def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.Node, object, bool]]:
@@ -478,15 +480,15 @@ def _called_fp8(y: fx.Node) -> Quantisation | None:
         call = named_call(user)
         if call is None or call.name not in (BY_ROW, STATIC, OTHERWISE):
             continue
-        given, made = call.given, call.made["result"]
-        if given["input"] is not y or made is None or value(made).dtype != FP8:
+        named, quantised = call.given, call.made["result"]
+        if named["input"] is not y or quantised is None or value(quantised).dtype != FP8:
             continue
-        if call.name == STATIC and given.get("group_shape") is None:
-            return by_input(made, given["scale"], y)
-        if call.name != BY_ROW or given["scale_ub"] is not None:
+        if call.name == STATIC and named.get("group_shape") is None:
+            return by_input(quantised, named["scale"], y)
+        if call.name != BY_ROW or named["scale_ub"] is not None:
             raise Unfit(NO_SCALE)
         if call.made["scale"] is not None:
-            return Quantisation(made, call.made["scale"])
+            return Quantisation(quantised, call.made["scale"])
     return None
 
 

@@ -132,12 +132,12 @@ def _expanded_weight(node: fx.Node) -> fx.Node | None:
 
 def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
     """Return the products with rows ``gathered``, and other matmuls that read it, with the reason."""
-    products, others = [], []
+    products, refused = [], []
     summed = "the gathered dimension is summed over"
     for source in chain_of_reshapes(gathered, *SAME_BITS):
         for user in source.users:
             if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
-                others += [(each, summed) for each in user.users if is_matmul(each)]
+                refused += [(each, summed) for each in user.users if is_matmul(each)]
             if not is_matmul(user):
                 continue
             try:
@@ -152,8 +152,8 @@ def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, 
                     raise Unfit("the gathered tensor is multiplied with itself")
                 products.append(product)
             except Unfit as error:
-                others.append((user, str(error)))
-    return products, others
+                refused.append((user, str(error)))
+    return products, refused
 
 
 def terms(reduced: fx.Node) -> list[GraphProduct]:

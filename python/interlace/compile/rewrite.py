@@ -101,15 +101,15 @@ def _factors(product: GraphProduct) -> tuple[Any, ...]:
     return product.right, *of_weight, product.bias
 
 
-def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
-    """Return ``made`` in the shape, dtype and strides of ``old``."""
-    if not same(shape(made), shape(old)):
-        made = call(aten.reshape.default, (made, _lengths(shape(old))), old)
-    if value(made).dtype != value(old).dtype:
-        made = call(torch.ops.prims.convert_element_type.default, (made, value(old).dtype), old)
-    if same(value(made).stride(), value(old).stride()):
-        return made
-    clone = call(aten.clone.default, (made,), old, memory_format=torch.contiguous_format)
+def _as_before(node: fx.Node, old: fx.Node) -> fx.Node:
+    """Return ``node`` in the shape, dtype and strides of ``old``."""
+    if not same(shape(node), shape(old)):
+        node = call(aten.reshape.default, (node, _lengths(shape(old))), old)
+    if value(node).dtype != value(old).dtype:
+        node = call(torch.ops.prims.convert_element_type.default, (node, value(old).dtype), old)
+    if same(value(node).stride(), value(old).stride()):
+        return node
+    clone = call(aten.clone.default, (node,), old, memory_format=torch.contiguous_format)
     if not same(clone.meta["val"].stride(), value(old).stride()):
         clone.meta["val"] = value(old)  # a permuted result: torch's passes need the traced value
     return clone
@@ -150,11 +150,11 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite
                 )
             group = GroupSpec(collective.name, collective.size)
             options: Any = {"return_gathered": kept, "out_dtype": scales.out_dtype, "group": group}
-            made: Any = functional.all_gather_matmul(
+            replacement: Any = functional.all_gather_matmul(
                 rows, weights, collective.dim, bias=biases, **options
             )
-            outputs = [wait(output) for output in (made[1] if kept else made)]
-            return [*outputs, made[0].values.view(value(result).dtype)] if kept else outputs
+            outputs = [wait(output) for output in (replacement[1] if kept else replacement)]
+            return [*outputs, replacement[0].values.view(value(result).dtype)] if kept else outputs
         arguments: dict[str, Any] = {"input": input, "weights": weights, "return_gathered": kept}
         arguments["biases"] = biases if any(bias is not None for bias in biases) else []
         if scales is not None:
@@ -176,13 +176,15 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite
         outputs = insert(first.node)
         with result.graph.inserting_before(first.node):
             for product, output in zip(products, outputs, strict=False):
-                made = _as_before(output, product.node)
+                replacement = _as_before(output, product.node)
                 if product.added is not None:
-                    made = call(aten.add.Tensor, (made, product.added), product.node)
-                product.node.replace_all_uses_with(made)
+                    replacement = call(aten.add.Tensor, (replacement, product.added), product.node)
+                product.node.replace_all_uses_with(replacement)
             if kept:
-                made = _as_before(outputs[-1], result)
-                result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
+                replacement = _as_before(outputs[-1], result)
+                result.replace_all_uses_with(
+                    replacement, delete_user_cb=lambda user: user not in matmuls
+                )
 
     return rewrite
 
@@ -250,8 +252,8 @@ def fuse_reduction(
                 row_norm = RowNorm(norm.kind, norm.eps, tail["norm_weight"], tail["norm_bias"])
                 options |= {"norm": row_norm, "quantize": tail["quantize"] or None}
                 options |= {"bias": tail["bias"], "residual": tail["residual"]}
-            made = form(*both, collective.reduce_op, **options)
-            outputs = [made] if norm is None else listed(made)
+            replacement = form(*both, collective.reduce_op, **options)
+            outputs = [replacement] if norm is None else listed(replacement)
             return [
                 wait(each) for each, old in zip(outputs, replaced, strict=False) if old is not None
             ]

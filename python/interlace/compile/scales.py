@@ -136,25 +136,25 @@ def result_of(call: NamedCall) -> fx.Node | None:
 def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, Scales]:
     """Return the left and the right operand, the bias and the scales of a scaled matmul; raise Unfit."""
     record, result = SCALED_MATMULS[call.name], result_of(call)
-    given = dict(zip(record.words.split(), call.given.values(), strict=False))
-    if given.get("scale_result") is not None:
+    named = dict(zip(record.words.split(), call.given.values(), strict=False))
+    if named.get("scale_result") is not None:
         raise Unfit("_scaled_mm with a scale of its result")
-    if given.get("tiles_of_8x4"):
+    if named.get("tiles_of_8x4"):
         raise Unfit("its scales are in tiles of 8 x 4")
-    left, right = given["left"], given["right"]
-    (of_left, *more), (of_right, *others) = map(
-        _listed, (given["left_scale"], given["right_scale"])
+    left, right = named["left"], named["right"]
+    (of_left, *more), (of_right, *more_right) = map(
+        _listed, (named["left_scale"], named["right_scale"])
     )
-    whole = [each for each in (*more, *others, given.get("whole")) if each is not None]
-    recipe = _number(given.get("right_recipe"))
-    swizzle = [_number(given.get(each, [1])) for each in ("left_swizzle", "right_swizzle")]
+    whole = [each for each in (*more, *more_right, named.get("whole")) if each is not None]
+    recipe = _number(named.get("right_recipe"))
+    swizzle = [_number(named.get(each, [1])) for each in ("left_swizzle", "right_swizzle")]
     by_rows = record.scales_by_rows or recipe == BY_COLUMN_BLOCKS
     one_byte = value(of_left).dtype.itemsize == 1 or bool(record.format)
     scales = Scales(
         of_left,
         of_right,
         None if result is None else value(result).dtype,
-        bool(given.get("fast")),
+        bool(named.get("fast")),
         format=record.format,
         whole=tuple(whole),
         swizzled=one_byte and swizzle == [1, 1],
@@ -170,7 +170,7 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
         raise Unfit(str(error)) from None
     if blocks:
         format = operand_format(blocks[0].format, blocks[1].format)
-        return left, right, given.get("bias"), replace(scales, format=format)
+        return left, right, named.get("bias"), replace(scales, format=format)
     columns = [1, value(right).shape[1]]
     if (
         record.weight_by_rows
@@ -178,7 +178,7 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
         or (value(of_right).numel() != 1 and shape(of_right) != columns)
     ):
         raise Unfit("the kind of its scales is unknown")
-    return left, right, given.get("bias"), scales
+    return left, right, named.get("bias"), scales
 
 
 def _listed(scales: Any) -> list[Any]:
@@ -221,12 +221,12 @@ def block_operands(
             of_right = of_right[:blocks]  # torch pads the rows; the last ones are unused
     if of_left.numel() != 1:
         of_left = of_left.reshape(*left.shape[:-1], -1)
-    made = block_scaled.operands((left, of_left), [(right, of_right)])
-    for factor in whole if made else ():
-        before = made[1].whole
+    matrices = block_scaled.operands((left, of_left), [(right, of_right)])
+    for factor in whole if matrices else ():
+        before = matrices[1].whole
         factor = factor.float()
-        made[1] = replace(made[1], whole=factor if before is None else before * factor)
-    return made
+        matrices[1] = replace(matrices[1], whole=factor if before is None else before * factor)
+    return matrices
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -254,10 +254,10 @@ def own_scales(
         raise not_alike
     if not static(*shape(collective.result), *shape(gather.result), *shape(scales.left)):
         raise Unfit("scaled, of symbolic shape")
-    for own in (False, True) if scales.kind.scale.itemsize == 1 else (False,):
+    for is_own in (False, True) if scales.kind.scale.itemsize == 1 else (False,):
         with _disable_current_modes():  # modes of the compiler: these numbers are real
-            if all(_arrives(scales, collective, gather, chain, own)):
-                return replace(scales, gather=gather, own_swizzled=own)
+            if all(_arrives(scales, collective, gather, chain, is_own)):
+                return replace(scales, gather=gather, own_swizzled=is_own)
     raise not_alike
 
 
@@ -336,16 +336,16 @@ def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.
 
     def replaced(each: object) -> object:
         if isinstance(each, fx.Node):
-            return made[each]
+            return values[each]
         if isinstance(each, torch.dtype):
             return _bytes_as_numbers(each)
         return torch.device("cpu") if isinstance(each, torch.device) else each
 
-    made: dict[fx.Node, Any] = dict(known)
+    values: dict[fx.Node, Any] = dict(known)
     for node in chain:
         target: Any = node.target
         args, kwargs = tree_map(replaced, (node.args, node.kwargs))
         if target in RESHAPES:
             target = aten.reshape.default
-        made[node] = target(*args, **kwargs)
-    return made[last]
+        values[node] = target(*args, **kwargs)
+    return values[last]

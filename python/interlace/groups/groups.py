@@ -66,10 +66,10 @@ def chosen(whole: Communicator, lists: Sequence[Any]) -> tuple[int, ...]:
             raise ValueError(f"group: all groups must have the same size, got sizes {sizes}")
         if len({rank for row in rows for rank in row}) != sum(sizes):
             raise ValueError(f"group: a rank is in two of {[list(r) for r in rows]}")
-    mine = [row for row in rows if whole.rank in row]
-    if not mine:
+    of_rank = [row for row in rows if whole.rank in row]
+    if not of_rank:
         raise ValueError(f"group: rank {whole.rank} is not in any of {[list(row) for row in rows]}")
-    return mine[0]
+    return of_rank[0]
 
 
 def group_of(whole: Communicator, ranks: tuple[int, ...], tag: str = "") -> Communicator:
@@ -330,8 +330,8 @@ def init(
     if kind is None and _may_be_gpus() and connect.all_have_gpus(place):
         kind = torch.device("cuda")
     if kind is not None and kind.type == "cuda":
-        own = kind if kind.index is not None else None
-        place = connect.on_gpu(place, own, timeout=seconds)
+        device_of_rank = kind if kind.index is not None else None
+        place = connect.on_gpu(place, device_of_rank, timeout=seconds)
     _of_process = Communicator(place, range(world_size))
     _made_from = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     return _of_process

@@ -149,8 +149,8 @@ def _by_enumeration(
         if twice:
             raise ValueError(f"rank {twice[0]} is in two of {[list(row) for row in rows]}")
     groups = [new_group(row, timeout, group=group) for row in rows]
-    mine = [each for row, each in zip(rows, groups, strict=True) if parent.rank in row]
-    return (mine[0] if mine else None), groups
+    of_rank = [each for row, each in zip(rows, groups, strict=True) if parent.rank in row]
+    return (of_rank[0] if of_rank else None), groups
 
 
 def split_group(

@@ -59,7 +59,7 @@ class Patched(dict[str, str]):
         unpatch(self._model)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name or '(model)'}: {what}" for name, what in self.items())
+        return "\n".join(f"{name or '(model)'}: {patch}" for name, patch in self.items())
 
     def __repr__(self) -> str:
         return f"Patched({super().__repr__()})"
@@ -114,10 +114,10 @@ def unpatch(model: torch.nn.Module) -> list[str]:
 
 
 def _is_patched(layer: object) -> bool:
-    own = layer.__dict__
+    attributes = layer.__dict__
     return (
-        own.get("_forward_impl") is linear_with_grad_accumulation_and_async_allreduce
-        or getattr(own.get("forward"), "__func__", None) is _row_forward
+        attributes.get("_forward_impl") is linear_with_grad_accumulation_and_async_allreduce
+        or getattr(attributes.get("forward"), "__func__", None) is _row_forward
     )
 
 

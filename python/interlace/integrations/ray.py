@@ -60,12 +60,12 @@ def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
         raise ValueError(
             f"meeting must be the result of meeting(), but has no {' and no '.join(absent)}"
         )
-    own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    identity = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     try:
-        launchers.variables({**meeting, **own})
+        launchers.variables({**meeting, **identity})
     except ValueError as error:
         raise ValueError(f"meeting: {error}") from None
-    os.environ.update(meeting, **own)
+    os.environ.update(meeting, **identity)
 
 
 class RayRank:
@@ -130,8 +130,8 @@ def run(
                 f"{ray.cluster_resources()}, of which {ray.available_resources()} are free"
             )
         where = ray.get(meetings[0])
-        given = world_size, where, fn, args, kwargs
-        waiting = [actor.run.remote(rank, *given) for rank, actor in enumerate(actors)]
+        call = world_size, where, fn, args, kwargs
+        waiting = [actor.run.remote(rank, *call) for rank, actor in enumerate(actors)]
         order = {each: rank for rank, each in enumerate(waiting)}
         results: list[Any] = [None] * world_size
         while waiting:

@@ -154,11 +154,11 @@ class UlyssesAttention(OnGroup):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv, size
         self.causal, self.scale, self.window = causal, scale, window
         self.layout, self.balance, self.algorithm = layout, balance, algorithm
-        made: Any = {"device": device, "dtype": dtype}
-        self.q = torch.nn.Linear(hidden_size, num_heads * size, bias, **made)
-        self.k = torch.nn.Linear(hidden_size, kv * size, bias, **made)
-        self.v = torch.nn.Linear(hidden_size, kv * size, bias, **made)
-        self.out = torch.nn.Linear(num_heads * size, hidden_size, out_bias, **made)
+        kind: Any = {"device": device, "dtype": dtype}
+        self.q = torch.nn.Linear(hidden_size, num_heads * size, bias, **kind)
+        self.k = torch.nn.Linear(hidden_size, kv * size, bias, **kind)
+        self.v = torch.nn.Linear(hidden_size, kv * size, bias, **kind)
+        self.out = torch.nn.Linear(num_heads * size, hidden_size, out_bias, **kind)
 
     def forward(
         self,
@@ -168,21 +168,23 @@ class UlyssesAttention(OnGroup):
         lengths: Sequence[int] | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        how = {**_options(self), "cu_seqlens": cu_seqlens}
+        options = {**_options(self), "cu_seqlens": cu_seqlens}
         if rotary is not None and not callable(rotary):
             text = f"rotary must be callable or None, got {rotary!r}"
             refuse("UlyssesAttention", self.group, "", TypeError(text))
         lengths = self._lengths(input, lengths)
         if not self._found_alike and self.group.world_size > 1:
-            every = self.named_parameters()
-            said = {f"{name} of UlyssesAttention has other values": each for name, each in every}
-            check_equal("UlyssesAttention", self.group, said)
+            parameters = self.named_parameters()
+            by_message = {
+                f"{name} of UlyssesAttention has other values": each for name, each in parameters
+            }
+            check_equal("UlyssesAttention", self.group, by_message)
             self._found_alike = True
         step = self._fused if self.fusible else self._beside
-        return self._on_all_ranks(step, input, lengths, rotary, how)
+        return self._on_all_ranks(step, input, lengths, rotary, options)
 
     def _fused(
-        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
+        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, options: dict[str, Any]
     ) -> Tensor:
         """Run the projections with the exchange of heads in their matmuls."""
         tokens = lengths[self.group.rank]
@@ -191,20 +193,20 @@ class UlyssesAttention(OnGroup):
         total, size = sum(lengths), self.head_dim
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         weight, bias = self._by_rank()
-        mine = matmul_all_to_all(x, weight.t(), bias=bias, length=total, **with_group)
-        own = [each // self.group.world_size for each in heads]
-        parts = torch.split(mine, [n * size for n in own], -1)
-        q, k, v = (each.unflatten(-1, (n, size)) for each, n in zip(parts, own, strict=True))  # type: ignore[no-untyped-call]
+        heads_of_rank = matmul_all_to_all(x, weight.t(), bias=bias, length=total, **with_group)
+        per_rank = [each // self.group.world_size for each in heads]
+        parts = torch.split(heads_of_rank, [n * size for n in per_rank], -1)
+        q, k, v = (each.unflatten(-1, (n, size)) for each, n in zip(parts, per_rank, strict=True))  # type: ignore[no-untyped-call]
         if self.layout == "bshd":
             q, k, v = (each.transpose(0, 1) for each in (q, k, v))
         if rotary is not None:
             positions = positions_of_ranks(lengths, balance=self.balance).to(input.device)
             q, k = rotary(q, k, positions)
-        y = attention_of_heads(q, k, v, length=tokens, **how).flatten(-2)
+        y = attention_of_heads(q, k, v, length=tokens, **options).flatten(-2)
         y = y.transpose(0, 1) if self.layout == "bshd" else y
         out = self.out
-        made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
-        return made.transpose(0, 1) if self.layout == "bshd" else made
+        output = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
+        return output.transpose(0, 1) if self.layout == "bshd" else output
 
     def _lengths(self, input: object, lengths: object) -> list[int]:
         """Return every rank's number of tokens."""
@@ -219,16 +221,18 @@ class UlyssesAttention(OnGroup):
             text = f"input is {input.dtype}, weights of {op} are {self.q.weight.dtype}"
             refuse(op, self.group, "", TypeError(text))
         tokens = input.shape[1 if self.layout == "bshd" else 0]
-        given = [tokens] * world
+        lengths_of = [tokens] * world
         if lengths is not None:
-            given = ints(op, self.group, "", "lengths", lengths)
-        if len(given) != world or given[self.group.rank] != tokens:
-            text = f"lengths must have {world} entries, this rank's must be {tokens}; got {given}"
+            lengths_of = ints(op, self.group, "", "lengths", lengths)
+        if len(lengths_of) != world or lengths_of[self.group.rank] != tokens:
+            text = (
+                f"lengths must have {world} entries, this rank's must be {tokens}; got {lengths_of}"
+            )
             refuse(op, self.group, "", ValueError(text))
         if not torch.compiler.is_compiling() and not modes_active():
             # positions follow from the lengths, and no rank can see the others' lengths
-            self.group.told(Call(op, (("lengths", tuple(given)),)))
-        return given
+            self.group.told(Call(op, (("lengths", tuple(lengths_of)),)))
+        return lengths_of
 
     def _by_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return the weights and biases of queries, keys and values, grouped by the rank of their heads."""
@@ -243,7 +247,7 @@ class UlyssesAttention(OnGroup):
         return together([each.weight for each in linears]), together(biases) if biases else None
 
     def _beside(
-        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
+        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, options: dict[str, Any]
     ) -> Tensor:
         """Project this rank's tokens, and exchange heads in the attention."""
         q, k, v = (
@@ -252,9 +256,9 @@ class UlyssesAttention(OnGroup):
         if rotary is not None:
             shards = TokenShards(tuple(lengths), self.balance)
             q, k = rotary(q, k, shards.places([self.group.rank], input.device))
-        y: Any = context_parallel_attention(q, k, v, method="ulysses", **how)
-        made: Tensor = self.out(y.flatten(-2))
-        return made
+        y: Any = context_parallel_attention(q, k, v, method="ulysses", **options)
+        output: Tensor = self.out(y.flatten(-2))
+        return output
 
     def extra_repr(self) -> str:
         return (

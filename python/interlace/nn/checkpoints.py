@@ -58,11 +58,11 @@ def full_state_dict(
     >>> _ = interlace.run(same, 1)
     <All keys matched successfully>
     """
-    own = shardings(module)
+    by_key = shardings(module)
     result = {}
     alone = set()
     for key, value in module.state_dict().items():
-        sharding = own.get(key)
+        sharding = by_key.get(key)
         if isinstance(value, torch.Tensor):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             if sharding is not None:
@@ -90,9 +90,9 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     >>> interlace.run(keys, 1)
     [['weight', 'bias']]
     """
-    own = shardings(module)
+    by_key = shardings(module)
     result = dict(module.state_dict())
-    for key, sharding in own.items():
+    for key, sharding in by_key.items():
         value = result.get(key)
         if value is not None:
             result[key] = as_dtensor(value, sharding)
@@ -145,11 +145,11 @@ def sharded_optimizer_state_dict(
     if not optimizer.state:
         _check_start(optimizer)
         _make_state(optimizer)
-    own = shardings(module)
+    by_key = shardings(module)
     result: dict[str, object] = {}
     for key, name, parameter, value in _entries(module, optimizer):
-        if key in own and value.shape == parameter.shape:
-            value = as_dtensor(value, own[key])
+        if key in by_key and value.shape == parameter.shape:
+            value = as_dtensor(value, by_key[key])
         result[f"{key}.{name}"] = value
     return result
 
@@ -178,11 +178,11 @@ def load_optimizer_state_dict(
     """
     if not optimizer.state:
         _make_state(optimizer)
-    own = shardings(module)
-    group = next((sharding.group for sharding in own.values()), None)
+    by_key = shardings(module)
+    group = next((sharding.group for sharding in by_key.values()), None)
     op = "load_optimizer_state_dict"
     with contextlib.nullcontext() if group is None else group.accepting(op):
-        copies = _copies(module, optimizer, state_dict, own)
+        copies = _copies(module, optimizer, state_dict, by_key)
     if group is not None:
         group.agree(op, None)  # otherwise ranks without an error would not learn of another's
     for value, found, sharding in copies:
@@ -197,7 +197,7 @@ def _copies(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, object],
-    own: Mapping[str, Sharding],
+    by_key: Mapping[str, Sharding],
 ) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
     """Return each state, the entry to copy into it, and its sharding if it is split over a group."""
     result = []
@@ -208,7 +208,7 @@ def _copies(
         found = state_dict[entry]
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
-        sharding = own.get(key)
+        sharding = by_key.get(key)
         if sharding is not None and (sharding.dim is None or value.shape != parameter.shape):
             sharding = None
         shape = tuple(value.shape)

@@ -73,18 +73,18 @@ class LinearArguments(TypedDict, total=False):
 def with_options(constructor: Constructor) -> Constructor:
     """Show :class:`LinearOptions` in the signature of ``constructor``, in place of its ``options``."""
     signature = inspect.signature(constructor)
-    *given, _ = signature.parameters.values()
+    *parameters, _ = signature.parameters.values()
     shared = inspect.signature(LinearOptions).parameters.values()
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shared]
-    shown = signature.replace(parameters=[*given, *keywords])
+    shown = signature.replace(parameters=[*parameters, *keywords])
 
     @functools.wraps(constructor)
-    def checked(*given: object, **options: object) -> None:
+    def checked(*parameters: object, **options: object) -> None:
         for name in options:
             if name not in shown.parameters:
                 text = f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}"
                 raise TypeError(text)
-        constructor(*given, **options)
+        constructor(*parameters, **options)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]
     return cast("Constructor", checked)
@@ -122,22 +122,22 @@ class LinearParameters(ShardedModule):
         self.init_method = options.init_method
         self._loaded: tuple[BlockFormat, int] | None = None
         options.keep(self)
-        made: Any = {"device": options.device, "dtype": options.dtype}
-        self._add_parameter("weight", (out_features, in_features), dim, copies, **made)
+        kind: Any = {"device": options.device, "dtype": options.dtype}
+        self._add_parameter("weight", (out_features, in_features), dim, copies, **kind)
         self.register_parameter("bias", None)
         if bias and dim == 0:
-            self._add_parameter("bias", (out_features,), 0, copies, **made)
+            self._add_parameter("bias", (out_features,), 0, copies, **kind)
         elif bias:
-            self._add_parameter("bias", (out_features,), None, **made)
+            self._add_parameter("bias", (out_features,), None, **kind)
         self.reset_parameters()
 
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
-        sizes, made = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
+        sizes, kind = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
         if self.init_method is None:
-            whole = torch.nn.Linear(*sizes, self.bias is not None, **made)  # type: ignore[arg-type]
+            whole = torch.nn.Linear(*sizes, self.bias is not None, **kind)  # type: ignore[arg-type]
             weight, bias = whole.weight, whole.bias
         else:
-            weight, bias = torch.empty(sizes[::-1], **made), torch.zeros(sizes[1], **made)  # type: ignore[call-overload]
+            weight, bias = torch.empty(sizes[::-1], **kind), torch.zeros(sizes[1], **kind)  # type: ignore[call-overload]
             self.init_method(weight)
         if self._loaded is None:
             yield "weight", weight
@@ -434,8 +434,12 @@ class SequenceParallelMLP(OnGroup):
         weights, biases = [layer._factor for layer in layers], [layer.bias for layer in layers]
         names = ["up"] if self.gate is None else ["gate", "up"]
         outputs = gathering_linear(self.up, input, weights, biases, names)
-        how = self.activation
-        hidden = activate(outputs[0], how) if isinstance(how, str) else how(outputs[0])
+        activation = self.activation
+        hidden = (
+            activate(outputs[0], activation)
+            if isinstance(activation, str)
+            else activation(outputs[0])
+        )
         if self.gate is not None:
             hidden = hidden * outputs[1]
         return self.down(hidden)  # type: ignore[no-any-return]
@@ -493,10 +497,10 @@ class QKVParallelLinear(OnGroup):
         shared = replace(LinearOptions(**options), group=self._held)
         shared.keep(self)
         self.save_gathered, self.out_dtype = save_gathered, out_dtype
-        queries, others = num_heads * self.head_dim, kv * self.head_dim
+        queries, keys = num_heads * self.head_dim, kv * self.head_dim
         self.q = LinearParameters(hidden_size, queries, 0, bias, shared)
-        self.k = LinearParameters(hidden_size, others, 0, bias, shared, self.copies)
-        self.v = LinearParameters(hidden_size, others, 0, bias, shared, self.copies)
+        self.k = LinearParameters(hidden_size, keys, 0, bias, shared, self.copies)
+        self.v = LinearParameters(hidden_size, keys, 0, bias, shared, self.copies)
 
     @disable
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -518,7 +522,9 @@ class QKVParallelLinear(OnGroup):
             scaled = [isinstance(each, Scaled) for each in shared]  # they have no gradient
             learning = [None if s else each for s, each in zip(scaled, shared, strict=True)]
             copied = regions.copy_to_group(*learning, group=replicas)
-            shared = [own if s else c for s, own, c in zip(scaled, shared, copied, strict=True)]
+            shared = [
+                original if s else c for s, original, c in zip(scaled, shared, copied, strict=True)
+            ]
         k_weight, v_weight, k_bias, v_bias = shared
         weights, biases = [q._factor, k_weight, v_weight], [q.bias, k_bias, v_bias]
         outputs = gathering_linear(self, input, weights, biases, "qkv")

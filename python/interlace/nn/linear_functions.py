@@ -119,9 +119,9 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        given, kind = _packed_weights(weights, source, input.requires_grad, format)
+        packed, kind = _packed_weights(weights, source, input.requires_grad, format)
         matrices, vectors, called = _checked_weights(
-            given, biases, source, communicator, names, kind
+            packed, biases, source, communicator, names, kind
         )
         layer = Layer.of(
             communicator,
@@ -180,8 +180,8 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        given, kind = _packed_weights([weight], source, input.requires_grad, format)
-        (matrix,), _, _ = _checked_weights(given, [bias], source, communicator, [""], kind)
+        packed, kind = _packed_weights([weight], source, input.requires_grad, format)
+        (matrix,), _, _ = _checked_weights(packed, [bias], source, communicator, [""], kind)
         layer = Layer.of(
             communicator,
             dim,
@@ -203,8 +203,8 @@ def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
         return ""
     return " and ".join(
         name
-        for name, given in tensors.items()
-        if any(each is not None and each.requires_grad for each in given)
+        for name, operands in tensors.items()
+        if any(each is not None and each.requires_grad for each in operands)
     )
 
 
@@ -240,10 +240,10 @@ def _packed_weights(
             "a linear function of a scaled weight has no gradient for its input; call it under "
             "torch.no_grad()"
         )
-    made: list[Any] = []
+    packed: list[Any] = []
     for index, each in enumerate(weights):
         if not isinstance(each, Scaled):
-            made.append(each)
+            packed.append(each)
             continue
         if format not in (None, each.format):
             raise ValueError(f"format is {format!r}, weight {index} is in {each.format}")
@@ -254,8 +254,8 @@ def _packed_weights(
                 f"in; got input {tuple(input.shape)}, weight {index} {tuple(each.shape)}, its blocks along "
                 f"dimension {each.inner}"
             )
-        made.append(packed_rows(each))
-    return made, format or ""
+        packed.append(packed_rows(each))
+    return packed, format or ""
 
 
 def _checked_weights(
@@ -447,17 +447,17 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     @on_all_ranks("column_parallel_linear")
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
         dtype = _compute_dtype(input)
-        own = input.to(dtype)
+        shard = input.to(dtype)
         weights = [_cast(each, dtype) for each in given[:count]]
         biases = [None if each is None else each.to(dtype) for each in given[count:]]
-        kept = own
+        kept = shard
         with _as_is(input.device.type):
             if layer.sharded:
                 assert layer.communicator is not None
                 keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
                 matrices = [weight.t() for weight in weights]
                 call = AllGatherMatmulArguments(
-                    own,
+                    shard,
                     matrices,
                     biases,
                     layer.dim,
@@ -470,11 +470,11 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                 if keep:
                     kept = outputs.pop()
             else:
-                made = layer.out_dtype or dtype
+                out_dtype = layer.out_dtype or dtype
                 pairs = zip(weights, biases, strict=True)
-                outputs = [_linear(own, w, b, made, layer.format) for w, b in pairs]
+                outputs = [_linear(shard, w, b, out_dtype, layer.format) for w, b in pairs]
         layer.prepare(ctx)
-        ctx.shape, ctx.with_gathered = input.shape, kept is not own or not layer.sharded
+        ctx.shape, ctx.with_gathered = input.shape, kept is not shard or not layer.sharded
         ctx.input_dtype = input.dtype
         ctx.parameters = given[:count]
         ctx.bias_dtypes = [None if each is None else each.dtype for each in given[count:]]
@@ -515,8 +515,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
 def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     """Return a matrix with rows in the order of ``dim``, with the leading dimensions of ``shape``."""
-    others = [length for index, length in enumerate(shape[:-1]) if index != dim]
-    return unrows(matrix, [shape[dim], *others], dim)
+    off_dim = [length for index, length in enumerate(shape[:-1]) if index != dim]
+    return unrows(matrix, [shape[dim], *off_dim], dim)
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -526,23 +526,23 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
         dtype = _compute_dtype(input)
-        own, matrix = input.to(dtype), _cast(weight, dtype)
+        local, matrix = input.to(dtype), _cast(weight, dtype)
         vector = None if bias is None else bias.to(dtype)
         communicator = layer.communicator
         with _as_is(input.device.type):
             if communicator is None:
-                output = _linear(own, matrix, vector, layer.out_dtype or dtype, layer.format)
+                output = _linear(local, matrix, vector, layer.out_dtype or dtype, layer.format)
             else:
                 dim = layer.dim if layer.sharded else None
                 call = ReductionArguments(
-                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype,
+                    local, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype,
                     format=layer.format,
                 )  # fmt: skip
                 (output,) = _finished(op_of(call.op, layer.format).start(communicator, call))
         layer.prepare(ctx)
         ctx.parameter, ctx.arguments = weight, ReductionArguments(None, format=layer.format)
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(own, matrix)
+        ctx.save_for_backward(local, matrix)
         return output
 
     @staticmethod
@@ -764,7 +764,9 @@ class DeferredWeightGradients:
                 if pending.fused:
                     add_to_main_grad(weight, grad, input, pending.format)
                 else:
-                    own = _gradient_matrix(grad, input, pending.format)
+                    gradient = _gradient_matrix(grad, input, pending.format)
                     before = weight.grad
-                    weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
+                    weight.grad = (
+                        gradient.to(weight.dtype) if before is None else before.add_(gradient)
+                    )
         return count

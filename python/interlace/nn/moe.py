@@ -262,13 +262,13 @@ class MoE(ShardedModule):
         self.most_tokens = num_max_dispatch_tokens_per_rank
         self.sequence_parallel = sequence_parallel
         first, shared = (2 if gated else 1) * intermediate_size, (2 if gated else 1) * shared_size
-        made: Any = {"device": device, "dtype": dtype}
-        self._add_parameter("router", (num_experts, hidden_size), None, **made)
-        self._add_parameter("up", (num_experts, first, hidden_size), 0, **made)
-        self._add_parameter("down", (num_experts, hidden_size, intermediate_size), 0, **made)
+        kind: Any = {"device": device, "dtype": dtype}
+        self._add_parameter("router", (num_experts, hidden_size), None, **kind)
+        self._add_parameter("up", (num_experts, first, hidden_size), 0, **kind)
+        self._add_parameter("down", (num_experts, hidden_size, intermediate_size), 0, **kind)
         if shared_size:
-            self._add_parameter("shared_up", (shared, hidden_size), None, **made)
-            self._add_parameter("shared_down", (hidden_size, shared_size), None, **made)
+            self._add_parameter("shared_up", (shared, hidden_size), None, **kind)
+            self._add_parameter("shared_down", (hidden_size, shared_size), None, **kind)
         self._routed: tuple[Tensor, Tensor] | None = None
         self.expert_bias: Tensor | None
         self._chosen: Tensor | None  # counts since the bias was last changed
@@ -353,12 +353,12 @@ class MoE(ShardedModule):
         chosen, weights = self._routing(x, router)
         up, down = (self._parameters[name] for name in ("up", "down"))
         assert up is not None and down is not None
-        given = x, chosen, weights, up.transpose(1, 2), down.transpose(1, 2)
+        operands = x, chosen, weights, up.transpose(1, 2), down.transpose(1, 2)
         if torch.compiler.is_compiling():
-            output = self._by_experts(*given)
+            output = self._by_experts(*operands)
         else:
             with comparing(*self._compared()):
-                output = self._by_experts(*given)
+                output = self._by_experts(*operands)
         if shared_up is not None:
             output = output + F.linear(self._between(F.linear(x, shared_up)), shared_down)
         return output.view(input.shape)  # type: ignore[no-any-return]
@@ -366,22 +366,24 @@ class MoE(ShardedModule):
     def _by_experts(
         self, x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor
     ) -> Any:
-        how: Any = {"group": self.group, "algorithm": self.algorithm}
+        options: Any = {"group": self.group, "algorithm": self.algorithm}
         traced = torch.compiler.is_compiling()  # a graph does not know splits
         if traced or self.most_tokens is not None:
-            how["num_max_dispatch_tokens_per_rank"] = self.most_tokens
-            there: Any = functional.dispatch if traced else dispatch
+            options["num_max_dispatch_tokens_per_rank"] = self.most_tokens
+            send: Any = functional.dispatch if traced else dispatch
             home: Any = functional.grouped_matmul_combine if traced else grouped_matmul_combine
-            received, handle = there(x, chosen, weights, self.num_experts, **how)
+            received, handle = send(x, chosen, weights, self.num_experts, **options)
             hidden = self._between(multiply(received, up))
             return home(hidden, down, handle, algorithm=self.algorithm)
         activation: Any = None if self.gated else self.activation
         rows, sent = permute(x, chosen, self.num_experts)
-        up_projected: Any = all_to_all_grouped_matmul(rows, up, sent, activation=activation, **how)
+        up_projected: Any = all_to_all_grouped_matmul(
+            rows, up, sent, activation=activation, **options
+        )
         hidden, splits = up_projected
         if self.gated:
             hidden = self._between(hidden)
-        return grouped_matmul_combine(hidden, down, splits, chosen, weights, **how)
+        return grouped_matmul_combine(hidden, down, splits, chosen, weights, **options)
 
     def load_balance(self) -> LoadBalance:
         """Return the statistics of the last forward over the group. Collective.

@@ -68,10 +68,10 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, dim: int, group: Communicator, there: _Move, back: _Move
+        ctx: Any, tensor: Tensor, dim: int, group: Communicator, forth: _Move, back: _Move
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.back = dim, group, back
-        return there(tensor, dim, group)
+        return forth(tensor, dim, group)
 
     @staticmethod
     @once_differentiable
@@ -86,7 +86,7 @@ def _region(op: str) -> type[_Region]:
 
 
 def _pass(
-    op: str, tensor: Tensor, dim: int | None, group: Group, there: _Move, back: _Move
+    op: str, tensor: Tensor, dim: int | None, group: Group, forth: _Move, back: _Move
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
@@ -94,15 +94,15 @@ def _pass(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
         dim = 0 if dim is None else checks.index("dim", dim, tensor.dim())
-        if there in (_part, _reduced_part) and tensor.shape[dim] % size:
+        if forth in (_part, _reduced_part) and tensor.shape[dim] % size:
             raise ValueError(
                 f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}"
             )
     if communicator.world_size == 1:
         return tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _region(op).apply(tensor, dim, communicator, there, back)  # type: ignore[no-any-return,no-untyped-call]
-    return there(tensor, dim, communicator)
+        return _region(op).apply(tensor, dim, communicator, forth, back)  # type: ignore[no-any-return,no-untyped-call]
+    return forth(tensor, dim, communicator)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -143,13 +143,13 @@ def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ..
     >>> interlace.run(grad, 2)
     [3.0, 3.0]
     """
-    there = [each for each in tensors if each is not None]
-    communicator = _group(group, *there)
+    present = [each for each in tensors if each is not None]
+    communicator = _group(group, *present)
     with communicator.accepting():
-        for each in there:
+        for each in present:
             if not isinstance(each, Tensor):
                 raise TypeError(f"tensors must be tensors or None, got {type(each).__name__}")
-    wanted = [each for each in there if each.requires_grad]
+    wanted = [each for each in present if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors
     copied = iter(_CopyToGroup.apply(communicator, *wanted))  # type: ignore[no-untyped-call]

@@ -289,8 +289,8 @@ class ShardedModule(OnGroup):
 
     def _versions(self) -> list[tuple[int, int, list[float]]]:
         """Return numbers that change with the values of the parameters."""
-        there = [each for each in self._parameters.values() if each is not None]
-        return [(id(each), each._version, _beginning(each)) for each in there]
+        parameters = [each for each in self._parameters.values() if each is not None]
+        return [(id(each), each._version, _beginning(each)) for each in parameters]
 
     def _check_alike(self, group: Communicator, *names: str, layer: object = None) -> None:
         """Raise on all ranks unless parameters are equal: one host message, before the first forward.
@@ -302,13 +302,15 @@ class ShardedModule(OnGroup):
         if self._found_alike or group.world_size == 1:
             return
         kind, drawn = type(layer or self).__name__, self._drawn
-        there = {name: self._parameters.get(name) for name in names}
-        said = {name: f"{name} of {kind} has other values" for name in names}
-        mine: dict[str, torch.Tensor]
-        mine = {said[name]: each for name, each in there.items() if each is not None}
+        parameters = {name: self._parameters.get(name) for name in names}
+        messages = {name: f"{name} of {kind} has other values" for name in names}
+        by_message: dict[str, torch.Tensor]
+        by_message = {messages[name]: each for name, each in parameters.items() if each is not None}
         if drawn is not None and drawn.versions == self._versions():
-            mine[f"{kind} was initialised from another state of torch's generator"] = drawn.state
-        check_equal(kind, group, mine)
+            by_message[f"{kind} was initialised from another state of torch's generator"] = (
+                drawn.state
+            )
+        check_equal(kind, group, by_message)
         self._found_alike, self._drawn = True, None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -337,9 +339,9 @@ class ShardedModule(OnGroup):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = dict(state_dict)
+        split = dict(state_dict)
         for name, sharding in self._shardings.items():
-            parameter, value = self._parameters.get(name), own.get(prefix + name)
+            parameter, value = self._parameters.get(name), split.get(prefix + name)
             if parameter is None or not isinstance(value, torch.Tensor):
                 continue
             again = _is_dtensor(parameter)  # fully_shard has split it once more
@@ -352,16 +354,16 @@ class ShardedModule(OnGroup):
             if tuple(value.shape) in (here, whole):
                 if tuple(value.shape) != here:
                     value = sharding.local(value).clone()
-                own[prefix + name] = _split_as(parameter, value) if again else value
+                split[prefix + name] = _split_as(parameter, value) if again else value
                 continue
-            own[prefix + name] = parameter
+            split[prefix + name] = parameter
             error_msgs.append(
                 f"size mismatch for {prefix + name}: got shape {tuple(value.shape)}; rank "
                 f"{self.group.rank} of {self.group.world_size} accepts its part, {here}, or the whole, "
                 f"{whole}."
             )
         super()._load_from_state_dict(
-            own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            split, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._attach()
 
@@ -369,8 +371,8 @@ class ShardedModule(OnGroup):
 def _beginning(parameter: torch.Tensor) -> list[float]:
     """Return the first values, which also show changes of ``parameter.data``; [] unless memory is plain."""
     plain = type(parameter) is torch.nn.Parameter and not parameter.is_meta
-    there = plain and parameter.untyped_storage().nbytes()
-    return parameter.detach().flatten()[:8].tolist() if there else []
+    has_data = plain and parameter.untyped_storage().nbytes()
+    return parameter.detach().flatten()[:8].tolist() if has_data else []
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:
@@ -382,13 +384,15 @@ def check_equal(kind: str, group: Communicator, tensors: Mapping[str, torch.Tens
 
     The keys begin the error messages. Ranks exchange one host message.
     """
-    found = group.agree(kind, {said: _digest(each) for said, each in tensors.items()})
-    for said in dict.fromkeys(said for own in found for said in own):
-        having = [(rank, own[said]) for rank, own in enumerate(found) if said in own]
+    found = group.agree(kind, {message: _digest(each) for message, each in tensors.items()})
+    for message in dict.fromkeys(message for digests in found for message in digests):
+        having = [
+            (rank, digests[message]) for rank, digests in enumerate(found) if message in digests
+        ]
         for rank, digest in having:
             if digest != having[0][1]:
                 raise ValueError(
-                    f"{said} on rank {rank} of the group than on rank {having[0][0]}: call "
+                    f"{message} on rank {rank} of the group than on rank {having[0][0]}: call "
                     "torch.manual_seed with one seed on all ranks before the layer is made, or load a "
                     "state dict"
                 )

@@ -88,8 +88,8 @@ class VocabParallelEmbedding(ShardedModule):
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         shape = (self.num_embeddings, self.embedding_dim)
         if self.init_method is None:
-            made = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
-            return [("weight", made.weight)]
+            whole = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
+            return [("weight", whole.weight)]
         weight = torch.empty(shape, device=device, dtype=dtype)
         self.init_method(weight)
         return [("weight", weight)]
@@ -123,12 +123,12 @@ class VocabParallelEmbedding(ShardedModule):
         first, count = self._shardings["weight"].part()
         if not count:  # keep this rank in the graph like the others
             return self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
-        own = (input >= first) & (input < first + count)
+        is_local = (input >= first) & (input < first + count)
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < count:
             padding = None
-        rows = F.embedding(torch.where(own, input - first, 0), self.weight, padding)
-        return rows.masked_fill(~own.unsqueeze(-1), 0)
+        rows = F.embedding(torch.where(is_local, input - first, 0), self.weight, padding)
+        return rows.masked_fill(~is_local.unsqueeze(-1), 0)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, world_size={self.group.world_size}"
@@ -242,13 +242,13 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
             highest.copy_(rows.amax(1))
         _all_reduce(group, (highest,), ("max",))
         sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
-        own = local.flatten()
+        targets = local.flatten()
         for at in _pieces(tokens, here):
             part = rows[at].to(wide) - highest[at, None]
-            mine = (own[at] >= 0) & (own[at] < here)
-            index = torch.where(mine, own[at], 0)
+            is_local = (targets[at] >= 0) & (targets[at] < here)
+            index = torch.where(is_local, targets[at], 0)
             found = part.gather(1, index[:, None]).squeeze(1)
-            sums[1, at] = torch.where(mine, found, 0)
+            sums[1, at] = torch.where(is_local, found, 0)
             if smoothing:
                 torch.sum(part, 1, out=sums[2, at])
             torch.sum(part.exp_(), 1, out=sums[0, at])
@@ -269,7 +269,7 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         tokens, here = local.numel(), logits.shape[-1]
         rows, into = logits.reshape(tokens, here), result.view(tokens, here)
-        own = local.flatten()
+        targets = local.flatten()
         factor = grad.masked_fill(~counted, 0).flatten()
         even = ctx.smoothing / ctx.classes
         for at in _pieces(tokens, here):
@@ -277,9 +277,9 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
             part = part.sub_(log_sum[at, None]).exp_()
             if even:
                 part -= even
-            mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
-            index = own[at].clamp(0, here - 1)[:, None]
-            part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
+            is_local = ((targets[at] >= 0) & (targets[at] < here)).to(part.dtype)
+            index = targets[at].clamp(0, here - 1)[:, None]
+            part.scatter_add_(1, index, (is_local * (ctx.smoothing - 1))[:, None])
             into[at] = part.mul_(factor[at, None])
         return None, result, None, None, None, None
 

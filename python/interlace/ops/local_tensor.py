@@ -90,32 +90,32 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
                 f"{written} must be a LocalTensor like the other tensors, got {type(target).__name__}"
             )
         with _outside():
-            made = _computed(op, mode, args, ranks)
+            results = _computed(op, mode, args, ranks)
             if written:
-                for rank, (output,) in made.items():
+                for rank, (output,) in results.items():
                     _write(written, target._local_tensors[rank], output, rank)
                 return None if written == "out" else target
-            columns = zip(*made.values(), strict=True)
-            outputs = [_LocalTensor(dict(zip(made, each, strict=True))) for each in columns]
+            columns = zip(*results.values(), strict=True)
+            outputs = [_LocalTensor(dict(zip(results, each, strict=True))) for each in columns]
         several = isinstance(func._schema.returns[0].type, torch.ListType)
         return outputs if several else outputs[0]
 
     return rule
 
 
-def _write(name: str, place: torch.Tensor, made: torch.Tensor, rank: int) -> None:
-    """Copy ``made`` to rank's part of a LocalTensor."""
+def _write(name: str, place: torch.Tensor, result: torch.Tensor, rank: int) -> None:
+    """Copy ``result`` to rank's part of a LocalTensor."""
     if isinstance(place, _LocalTensor):
         raise TypeError(
             f"{name} is a LocalTensor of LocalTensors: make its parts outside of the mode, or with its "
             "rank_map"
         )
-    if place.shape != made.shape or place.dtype != made.dtype:
+    if place.shape != result.shape or place.dtype != result.dtype:
         raise ValueError(
-            f"{name} must be {tuple(made.shape)} of {made.dtype}, got {tuple(place.shape)} of "
+            f"{name} must be {tuple(result.shape)} of {result.dtype}, got {tuple(place.shape)} of "
             f"{place.dtype}, on rank {rank}"
         )
-    place.copy_(made)
+    place.copy_(result)
 
 
 def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
@@ -144,12 +144,12 @@ def _outside() -> Any:
 
 
 def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
-    *own, size, name = args
+    *values, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
-        given = [op.record([_on_rank(value, rank) for value in own]) for rank in row]
-        for rank, made in zip(row, op.reference(given, len(row)), strict=True):
-            outputs[rank] = made
+        record = [op.record([_on_rank(value, rank) for value in values]) for rank in row]
+        for rank, results in zip(row, op.reference(record, len(row)), strict=True):
+            outputs[rank] = results
     return {rank: outputs[rank] for rank in ranks}
 
 

@@ -51,11 +51,11 @@ def refuse_no_folder(option: str, path: str) -> None:
     """Raise ValueError naming ``option`` unless ``path`` is a writable folder, or can become one."""
     refuse_empty(option, path)
     where, target = f"{option} {path}", pathlib.Path(path).absolute()
-    there = next(each for each in (target, *target.parents) if each.exists())
-    if not there.is_dir():
-        raise ValueError(f"{where}: {there} is a file; name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{where}: {there} cannot be written")
+    existing = next(each for each in (target, *target.parents) if each.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{where}: {existing} is a file; name a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{where}: {existing} cannot be written")
 
 
 def refuse_format(path: str) -> None:
@@ -80,11 +80,11 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
+def file_to_write(path: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
     """Return the file of ``--cache``, or the usual one. Raise ValueError if ``variable`` disables that."""
-    if given is not None:
-        refuse_empty("--cache", given)
-        return pathlib.Path(given).absolute()
+    if path is not None:
+        refuse_empty("--cache", path)
+        return pathlib.Path(path).absolute()
     if usual is None:
         raise ValueError(
             f"{variable}={os.environ[variable]}: there is no file to write; give --cache FILE"

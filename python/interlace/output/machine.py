@@ -167,8 +167,8 @@ def _launched() -> str | None:
     return f"{here}of {found['WORLD_SIZE']} ranks, this is rank {found['RANK']}"
 
 
-def refuse_size(what: str, nbytes: int, world_size: int, place: str) -> None:
-    """Raise ValueError if ``what``, of ``nbytes`` on each rank, needs more memory than there is."""
+def refuse_size(subject: str, nbytes: int, world_size: int, place: str) -> None:
+    """Raise ValueError if ``subject``, of ``nbytes`` on each rank, needs more memory than there is."""
     if place == "cuda":
         devices = torch.cuda.device_count()
         most = torch.cuda.get_device_properties(0).total_memory
@@ -179,7 +179,7 @@ def refuse_size(what: str, nbytes: int, world_size: int, place: str) -> None:
         return
     if world_size * nbytes > most:
         raise ValueError(
-            f"{what} on {world_size} ranks needs {world_size * nbytes / 2**30:,.0f} GiB, there are "
+            f"{subject} on {world_size} ranks needs {world_size * nbytes / 2**30:,.0f} GiB, there are "
             f"{most / 2**30:,.0f} in place {place}"
         )
 

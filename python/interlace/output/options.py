@@ -38,10 +38,10 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of one command. It reports unknown arguments itself."""
 
     def parse_known_args(self, *arguments: object, **options: object) -> Any:
-        given, unknown = super().parse_known_args(*arguments, **options)
+        parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return given, unknown
+        return parsed, unknown
 
 
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:

@@ -99,6 +99,6 @@ class Sources:
                     text = [each.rstrip("\n") for each in source]
                     self.files[path] = {"name": short, "lines": text}
                 if path in self.files:
-                    said = str(line) if not place else f"{os.path.basename(path)}:{number}"
-                    found.append(self.frames.setdefault((path, number, said), len(self.frames)))
+                    label = str(line) if not place else f"{os.path.basename(path)}:{number}"
+                    found.append(self.frames.setdefault((path, number, label), len(self.frames)))
         return found

@@ -238,42 +238,42 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.AllreduceOptions or type(tensors) is not list:
             return self.allreduce(*long_form(c10d.AllreduceOptions, [tensors], [opts, *rest]))
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("allreduce", (tensors,), opts)
-        (tensor,) = own
+        (tensor,) = plain
         dense = tensor.layout is torch.strided
         start = rootless._all_reduce if dense else rootless._all_reduce_sparse
-        return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts=opts)
+        return self._run("all_reduce", plain, start, (tensor,), (opts.reduceOp,), opts=opts)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: OpOptions = _DEFAULT_ALLREDUCE_COALESCED
     ) -> Work:
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("allreduce_coalesced", (tensors,), opts)
         op, start = (opts.reduceOp,), _all_reduce_coalesced
-        return self._run("all_reduce_coalesced", own, start, (own,), op, opts=opts)
+        return self._run("all_reduce_coalesced", plain, start, (plain,), op, opts=opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.BroadcastOptions or type(tensors) is not list:
             return self.broadcast(*long_form(c10d.BroadcastOptions, [tensors], [opts, *rest]))
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("broadcast", (tensors,), opts)
-        (tensor,) = own
+        (tensor,) = plain
         root = None, opts.rootRank
-        return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts=opts)
+        return self._run("broadcast", plain, rooted._broadcast, (tensor,), root, opts=opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Work:
         if type(opts) is not c10d.ReduceOptions or type(tensors) is not list:
             return self.reduce(*long_form(c10d.ReduceOptions, [tensors], [opts, *rest]))
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("reduce", (tensors,), opts)
-        (tensor,) = own
+        (tensor,) = plain
         options = None, opts.rootRank, opts.reduceOp
-        return self._run("reduce", own, rooted._reduce, (tensor,), options, opts=opts)
+        return self._run("reduce", plain, rooted._reduce, (tensor,), options, opts=opts)
 
     def allgather(
         self, outputs: object, inputs: object, opts: OpOptions = _DEFAULT_ALLGATHER, *rest: object
@@ -291,10 +291,10 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions = _DEFAULT_ALLGATHER
     ) -> Work:
-        own = self._own([output, input])
-        if own is None:
+        plain = self._own([output, input])
+        if plain is None:
             return self._dispatched("all_gather_single", (output, input), opts)
-        out, tensor = own
+        out, tensor = plain
         if out.dim() != tensor.dim():
             out, tensor = flat(out, tensor)
         start = rootless._all_gather
@@ -317,10 +317,10 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions = _DEFAULT_REDUCE_SCATTER
     ) -> Work:
-        own = self._own([output, input])
-        if own is None:
+        plain = self._own([output, input])
+        if plain is None:
             return self._dispatched("reduce_scatter_single", (output, input), opts)
-        out, tensor = own
+        out, tensor = plain
         if out.dim() != tensor.dim():
             tensor, out = flat(tensor, out)
         op, start = (opts.reduceOp,), rootless._reduce_scatter
@@ -343,10 +343,10 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         opts: OpOptions = _DEFAULT_ALL_TO_ALL,
     ) -> Work:
         splits = output_split_sizes, input_split_sizes
-        own = self._own([output, input])
-        if own is None:
+        plain = self._own([output, input])
+        if plain is None:
             return self._dispatched("all_to_all_single", (output, input), *splits, opts)
-        out, tensor = own
+        out, tensor = plain
         if not any(splits) and out.shape[1:] != tensor.shape[1:]:
             out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, for any shape
         return self._run(
@@ -437,25 +437,25 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = torch_groups.renamed("reduce_scatter_single_coalesced")
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("send", (tensors,), dstRank, tag)
-        (tensor,) = own
-        return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
+        (tensor,) = plain
+        return self._run("send", plain, point_to_point._isend, tensor, dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("recv", (tensors,), srcRank, tag)
-        (tensor,) = own
-        return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
+        (tensor,) = plain
+        return self._run("recv", plain, point_to_point._irecv, tensor, srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        own = self._own(tensors)
-        if own is None:
+        plain = self._own(tensors)
+        if plain is None:
             return self._dispatched("recv_anysource", (tensors,), tag)
-        (tensor,) = own
-        return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
+        (tensor,) = plain
+        return self._run("recv_anysource", plain, point_to_point._irecv, tensor, None, tag)
 
 
 torch_groups.keep_outside_compilation(Collectives)

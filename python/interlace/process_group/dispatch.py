@@ -151,8 +151,8 @@ def long_form(kind: type, short: Sequence[Any], args: Sequence[object]) -> tuple
     """
     single = any(isinstance(each, torch.Tensor) for each in short)
     lists = [[each] if single else list(each) for each in short]
-    given = next((each for each in args if isinstance(each, kind)), None)
-    options: Any = kind() if given is None else given
+    passed = next((each for each in args if isinstance(each, kind)), None)
+    options: Any = kind() if passed is None else passed
     for value in args:
         if isinstance(value, timedelta):
             options.timeout = value

@@ -67,8 +67,8 @@ class OnTwoDevices(Communicator):
         return self._group.device_communicator if kind_of(values) == "cuda" else self
 
     def on_all_devices(self) -> Sequence[Communicator]:
-        made = self._group.__dict__.get("device_communicator")
-        return (self,) if made is None else (self, made)
+        on_device = self._group.__dict__.get("device_communicator")
+        return (self,) if on_device is None else (self, on_device)
 
 
 def kind_of(value: object) -> str:
@@ -240,9 +240,9 @@ class InterlaceProcessGroup(Collectives):
         self._place.linger = LINGER_SECONDS
         self._end("destroyed")
 
-    def _end(self, how: str) -> None:
+    def _end(self, ending: str) -> None:
         if not self._ended:
-            self._ended = how
+            self._ended = ending
             for communicator in reversed(self.interlace_communicator.on_all_devices()):
                 communicator.close()
             self._store = None

@@ -195,7 +195,7 @@ class SymmetricMemory:
             checks.check_member(name, rank, self._communicator)
 
     def _view(
-        self, what: str, part: Array, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int
+        self, name: str, part: Array, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int
     ) -> torch.Tensor:
         shape = torch.Size(sizes)
         start = storage_offset * dtype.itemsize
@@ -203,12 +203,12 @@ class SymmetricMemory:
         with self._communicator.accepting():
             if storage_offset < 0 or any(extent < 0 for extent in shape):
                 raise ValueError(
-                    f"sizes and storage_offset of a {what} must not be negative, got {tuple(shape)} and "
+                    f"sizes and storage_offset of a {name} must not be negative, got {tuple(shape)} and "
                     f"{storage_offset}"
                 )
             if end > len(part):
                 raise ValueError(
-                    f"the {what} has {len(part)} bytes, {tuple(shape)} of {dtype} from element "
+                    f"the {name} has {len(part)} bytes, {tuple(shape)} of {dtype} from element "
                     f"{storage_offset} on ends at byte {end}"
                 )
         return tensor_over(part[start:end], shape, dtype)
@@ -355,11 +355,11 @@ def empty(
     [(2, 3), (2, 3)]
     """
     place = groups.default_group().place
-    given = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    extents = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     try:
-        shape = tuple(operator.index(extent) for extent in given)
+        shape = tuple(operator.index(extent) for extent in extents)
     except TypeError as error:
-        raise TypeError(f"size must be ints, got {given} on rank {place.rank}") from error
+        raise TypeError(f"size must be ints, got {extents} on rank {place.rank}") from error
     if any(extent < 0 for extent in shape):
         raise ValueError(f"size must not be negative, got {shape} on rank {place.rank}")
     if device is not None and place.name != "cuda" and torch.device(device).type != "cpu":
@@ -401,11 +401,11 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
     """
     communicator = groups.resolve(group)
     with communicator.accepting(OP):
-        mine = _allocation_of(tensor, communicator.place)
-    handle, met = mine.handles.get(communicator, (None, []))
-    pad_bytes = len(mine.memory.parts[1])
-    ours = (tuple(tensor.shape), tensor.dtype, mine.nbytes, pad_bytes, handle is not None)
-    answers = communicator.agree(OP, (mine.number, ours))
+        allocation = _allocation_of(tensor, communicator.place)
+    handle, met = allocation.handles.get(communicator, (None, []))
+    pad_bytes = len(allocation.memory.parts[1])
+    facts = (tuple(tensor.shape), tensor.dtype, allocation.nbytes, pad_bytes, handle is not None)
+    answers = communicator.agree(OP, (allocation.number, facts))
     names = (
         "shape of tensor",
         "dtype of tensor",
@@ -417,15 +417,15 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
         checks.equal_on_all(OP, name, values)
     numbers = [number for number, _ in answers]
     if handle is None:
-        parts = communicator.place.share(mine.memory, OP)
+        parts = communicator.place.share(allocation.memory, OP)
         buffers, pads = zip(*parts, strict=True)
         name = _name_of(group, communicator)
-        handle = SymmetricMemory(communicator, name, buffers, pads, mine.nbytes)
-        mine.handles[communicator] = handle, numbers
+        handle = SymmetricMemory(communicator, name, buffers, pads, allocation.nbytes)
+        allocation.handles[communicator] = handle, numbers
     elif met != numbers:  # then on every rank, because a storage meets once in a group
-        others = [rank for rank in range(len(numbers)) if numbers[rank] != met[rank]]
+        differing = [rank for rank in range(len(numbers)) if numbers[rank] != met[rank]]
         raise ValueError(
-            f"{OP}: tensor was used before with other tensors than ranks {others} pass now, on "
+            f"{OP}: tensor was used before with other tensors than ranks {differing} pass now, on "
             f"rank {communicator.rank}"
         )
     return handle
@@ -632,8 +632,12 @@ def _called_directly() -> tuple[dict[str, Any], dict[str, Any]]:
     for name, function in direct.items():
         # torch reads these when it defines the op during the run, or when its compiler visits all used ops:
         # the overload, and names of overloads (from 2.13 on, overloads)
-        own = {"default": function, "_qualified_op_name": f"symm_mem::{name}", "_op": function}
-        vars(function).update(own, overloads=list, op_overloads=list)
+        attributes = {
+            "default": function,
+            "_qualified_op_name": f"symm_mem::{name}",
+            "_op": function,
+        }
+        vars(function).update(attributes, overloads=list, op_overloads=list)
     return vars(torch.ops.symm_mem), direct
 
 

@@ -42,9 +42,9 @@ def cut(whole: torch.Tensor, block: Block) -> torch.Tensor:
 def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]:
     """Return blocks of ``lengths`` along ``dim``, one after another."""
     starts = [0, *accumulate(lengths)]
-    every = [(0, length) for length in shape]
+    spans = [(0, length) for length in shape]
     return [
-        (*every[:dim], (start, length), *every[dim + 1 :])
+        (*spans[:dim], (start, length), *spans[dim + 1 :])
         for start, length in zip(starts, lengths, strict=False)
     ]
 
@@ -86,11 +86,11 @@ class CutTensor:
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Return this rank's block of ``whole``, which is on ``root``; None if there is none."""
-        own = self.blocks[self.communicator.rank]
-        out = self.empty((0,) if own is None else shape_of(own))
+        block = self.blocks[self.communicator.rank]
+        out = self.empty((0,) if block is None else shape_of(block))
         parts = None if whole is None else self.parts(whole)
         in_rank(lambda: rooted._scatter(self.communicator, (out, parts), (None, root)))
-        return None if own is None else out
+        return None if block is None else out
 
     def gather(self, part: torch.Tensor, root: int) -> torch.Tensor | None:
         """Return the whole of all ranks' ``part`` on ``root``, otherwise None. Others may send nothing."""
@@ -129,7 +129,7 @@ class MeshSharding:
 
     def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
         """Return, by mesh dim that shards, the lengths of the parts in the row of ``rank``."""
-        own = coordinates(self.mesh_shape)[rank]
+        position = coordinates(self.mesh_shape)[rank]
         found = {}
         for mesh_dim, placement in enumerate(self.placements):
             if not isinstance(placement, Shard):
@@ -137,7 +137,9 @@ class MeshSharding:
             inner = [m for m in _sharding(self.placements, placement.dim) if m > mesh_dim]
             lengths = [0] * self.mesh_shape[mesh_dim]
             for coordinate, block in zip(coordinates(self.mesh_shape), self.blocks, strict=True):
-                apart = [m for m, (c, o) in enumerate(zip(coordinate, own, strict=True)) if c != o]
+                apart = [
+                    m for m, (c, o) in enumerate(zip(coordinate, position, strict=True)) if c != o
+                ]
                 if set(apart) <= {mesh_dim, *inner}:
                     lengths[coordinate[mesh_dim]] += block[placement.dim][1]
             found[mesh_dim] = tuple(lengths)
@@ -145,12 +147,12 @@ class MeshSharding:
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """Return one rank for each part of the whole, all with the replica coordinates of ``rank``."""
-        own = coordinates(self.mesh_shape)[rank]
+        position = coordinates(self.mesh_shape)[rank]
         copied = [m for m, p in enumerate(self.placements) if isinstance(p, Replicate)]
         return tuple(
             other
             for other, coordinate in enumerate(coordinates(self.mesh_shape))
-            if all(coordinate[m] == own[m] for m in copied)
+            if all(coordinate[m] == position[m] for m in copied)
         )
 
 
@@ -165,12 +167,12 @@ def _sharding(placements: Placements, dim: int) -> list[int]:
 
 def checked_placements(placements: object, mesh_ndim: int) -> Placements:
     """Return one placement per mesh dim; raise ValueError or TypeError otherwise."""
-    given = [placements] if isinstance(placements, Placement) else placements
-    if not isinstance(given, (list, tuple)) or len(given) != mesh_ndim:
+    listed = [placements] if isinstance(placements, Placement) else placements
+    if not isinstance(listed, (list, tuple)) or len(listed) != mesh_ndim:
         raise ValueError(
             f"placements must be one for each of the {mesh_ndim} mesh dims, got {placements!r}"
         )
-    for each in given:
+    for each in listed:
         if isinstance(each, Partial):
             raise ValueError(
                 f"placements: {each} is a part of a sum, not of a tensor; reduce it first with "
@@ -178,7 +180,7 @@ def checked_placements(placements: object, mesh_ndim: int) -> Placements:
             )
         if type(each) not in (Shard, Replicate):
             raise TypeError(f"placements must be Shard or Replicate, got {each!r}")
-    return tuple(given)
+    return tuple(listed)
 
 
 def plain_form(placements: Placements) -> tuple[int | None, ...]:
@@ -268,11 +270,11 @@ def with_sizes(
         one_length_per_rank(f"sizes[{mesh_dim}]", lengths, mesh_shape[mesh_dim])
     shapes = []
     for place in coordinates(mesh_shape):
-        own = list(shape)
+        of_rank = list(shape)
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
-                own[placement.dim] = sizes[mesh_dim][place[mesh_dim]]
-        shapes.append(tuple(own))
+                of_rank[placement.dim] = sizes[mesh_dim][place[mesh_dim]]
+        shapes.append(tuple(of_rank))
     return from_shapes(mesh_shape, placements, shapes)
 
 
@@ -281,7 +283,7 @@ def unlike_chunks(sharding: MeshSharding) -> list[str]:
     usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
     both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
     return [
-        f"rank {rank} has {own}, torch.chunk gives it {other}"
-        for rank, (own, other) in enumerate(both)
-        if own != other
+        f"rank {rank} has {length}, torch.chunk gives it {other}"
+        for rank, (length, other) in enumerate(both)
+        if length != other
     ]

@@ -169,10 +169,10 @@ def interlace_topology(topo: Topology) -> MeshTopoInfo:
     return MeshTopoInfo(topo.mesh, *figures)
 
 
-def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
-    if given is None:
+def _figures(name: str, value: Any, otherwise: list[float]) -> list[float]:
+    if value is None:
         return otherwise
-    figures = list(given) if isinstance(given, Sequence) else [given] * len(otherwise)
+    figures = list(value) if isinstance(value, Sequence) else [value] * len(otherwise)
     if len(figures) != len(otherwise):
         raise ValueError(
             f"{name} has {len(figures)} figures, but the mesh has {len(otherwise)} dimensions: {figures}"
@@ -180,7 +180,7 @@ def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
     for each in figures:
         right = isinstance(each, (int, float)) and not isinstance(each, bool)
         if not right or not 0 <= each < math.inf or (name == "bandwidth" and not each):
-            raise ValueError(f"{name} must be positive and finite, got {each!r} in {given!r}")
+            raise ValueError(f"{name} must be positive and finite, got {each!r} in {value!r}")
     return [float(each) for each in figures]
 
 

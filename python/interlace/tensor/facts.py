@@ -149,14 +149,16 @@ def shared(
 ) -> tuple[blocks.CutTensor, bool]:
     """Return the whole of the parts of all ranks, and whether any part requires gradients."""
     with communicator.accepting(op):
-        own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
-    terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
-    parts: list[TensorFacts] = exchange(communicator, op, terms, own, _check_parts)
+        own_facts = checked_facts(
+            with_data("tensor", tensor, communicator), dim, sizes, communicator
+        )
+    terms = (("dtype of tensor", own_facts.dtype), ("dim", own_facts.dim), *terms, gradient_mode())
+    parts: list[TensorFacts] = exchange(communicator, op, terms, own_facts, _check_parts)
     shapes = [facts.shape for facts in parts if facts.shape is not None]
-    lengths = [shape[own.dim] for shape in shapes]
-    whole = (*shapes[0][: own.dim], sum(lengths), *shapes[0][own.dim + 1 :])
+    lengths = [shape[own_facts.dim] for shape in shapes]
+    whole = (*shapes[0][: own_facts.dim], sum(lengths), *shapes[0][own_facts.dim + 1 :])
     needs = any(facts.requires_grad for facts in parts)
-    cuts = blocks.along(whole, own.dim, lengths)
+    cuts = blocks.along(whole, own_facts.dim, lengths)
     return blocks.CutTensor(communicator, whole, tensor.dtype, cuts), needs
 
 
@@ -201,9 +203,13 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, result: list[torch.Tensor], gradient: Gradient, own: bool
+        ctx: Any,
+        anchor: torch.Tensor,
+        result: list[torch.Tensor],
+        gradient: Gradient,
+        of_input: bool,
     ) -> torch.Tensor:
-        ctx.gradient, ctx.own = gradient, own
+        ctx.gradient, ctx.own = gradient, of_input
         ctx.set_materialize_grads(False)  # zeros for a placeholder would be as large as the whole
         return result[0]  # passed in a list, otherwise the returned tensor would be a view of it
 
@@ -222,8 +228,8 @@ def recorded(
     gradient: Gradient,
 ) -> torch.Tensor:
     """Return ``result`` with a node whose backward calls ``gradient`` on every rank, for ``input``."""
-    own = input is not None and input.requires_grad
-    anchor = input if own else torch.empty(0, requires_grad=True)
+    learns = input is not None and input.requires_grad
+    anchor = input if learns else torch.empty(0, requires_grad=True)
     communicator.check_recordable(anchor)
     number = _count[communicator] = _count.get(communicator, 0) + 1
     terms = (("the op, by count,", number),)
@@ -232,5 +238,5 @@ def recorded(
         exchange(communicator, f"backward of {op}", terms, None)
         return gradient(grad)
 
-    output: torch.Tensor = _Recorded.apply(anchor, [result], compared, own)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Recorded.apply(anchor, [result], compared, learns)  # type: ignore[no-untyped-call]
     return output

@@ -160,8 +160,8 @@ def mesh_scatter(
         output.copy_(scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
     communicator = _row("scatter", *group).on(output)
-    mine = scatter_list if communicator.rank == group_src else None
-    return _scatter(communicator, (output, mine), (None, group_src), async_op)
+    parts = scatter_list if communicator.rank == group_src else None
+    return _scatter(communicator, (output, parts), (None, group_src), async_op)
 
 
 def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: int) -> None:
@@ -217,8 +217,8 @@ def shard_dim_alltoall(
     [[[0], [2]], [[1], [3]]]
     """
     if isinstance(input, torch.Tensor) and not direct([input]):
-        made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
-        return wrapped(made) if async_op and not made.is_meta else made
+        result = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
+        return wrapped(result) if async_op and not result.is_meta else result
     communicator = _row("all_to_all", mesh, mesh_dim).on(input)
     ranks, rank = communicator.world_size, communicator.rank
     with communicator.accepting("all_to_all"):
@@ -236,8 +236,8 @@ def shard_dim_alltoall(
     into = list(torch.split(output, length, gather_dim)) if length else [output] * ranks
     sent = list(torch.split(input, sizes, shard_dim))
     work = _all_to_all(communicator, (into, sent), async_op=True)
-    made = AsyncTensor(output, work)
-    return made if async_op else made.wait()
+    result = AsyncTensor(output, work)
+    return result if async_op else result.wait()
 
 
 def _functional(
@@ -252,16 +252,16 @@ def _functional(
     length = input.shape[shard_dim]
     rows = input.movedim(shard_dim, 0).contiguous()
     sent = received = None
-    mine = length // ranks
+    own_length = length // ranks
     if isinstance(length, int) and length % ranks:
         sent = [count for _, count in split_rows(length, ranks)]
-        mine = sent[_local_rank(mesh, index)]
-        received = [mine] * ranks
+        own_length = sent[_local_rank(mesh, index)]
+        received = [own_length] * ranks
     if input.is_meta:  # no rank needs to take part
-        parts = rows.new_empty((ranks * mine, *rows.shape[1:]))
+        parts = rows.new_empty((ranks * own_length, *rows.shape[1:]))
     else:
         parts = wait(all_to_all(rows, received, sent, group=(mesh, index)))
-    parts = parts.view(ranks, mine, *rows.shape[1:]).movedim(1, 1 + shard_dim)
+    parts = parts.view(ranks, own_length, *rows.shape[1:]).movedim(1, 1 + shard_dim)
     return parts.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
@@ -403,10 +403,10 @@ def scatter_v(
     with communicator.accepting(op):
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         tensor = facts.source_tensor(tensor, root, communicator)
-        own = facts.checked_facts(tensor, dim, sizes, communicator)
+        own_facts = facts.checked_facts(tensor, dim, sizes, communicator)
     terms = (("root", root), facts.gradient_mode())
     parts = facts.exchange(
-        communicator, op, terms, own, lambda parts: facts.check_source(parts, root)
+        communicator, op, terms, own_facts, lambda parts: facts.check_source(parts, root)
     )
     source: facts.TensorFacts = parts[root]
     assert source.shape is not None
@@ -434,8 +434,8 @@ def scattered(
         return part
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-        mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, whole.dtype)
-        total = whole.gather_sum(mine, root)
+        own_grad = facts.gradient_here(communicator, "scatter_v", grad, part.shape, whole.dtype)
+        total = whole.gather_sum(own_grad, root)
         if is_root:
             return total
         device, ranks = communicator.place.device, [communicator.ranks[root]]
@@ -483,21 +483,23 @@ def gathered(
     whole: blocks.CutTensor, tensor: torch.Tensor, root: int, requires_grad: bool
 ) -> torch.Tensor:
     """Return the whole on ``root``, a Placeholder elsewhere; in backward send each block's gradient."""
-    communicator, own = whole.communicator, tensor.detach()
-    result = whole.gather(own, root)
+    communicator, data = whole.communicator, tensor.detach()
+    result = whole.gather(data, root)
     is_root = result is not None
     if result is None:
         ranks = [communicator.ranks[root]]
-        result = Placeholder(whole.shape, dtype=own.dtype, device=own.device, ranks=ranks)
+        result = Placeholder(whole.shape, dtype=data.dtype, device=data.device, ranks=ranks)
     if not requires_grad:
         return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-        given = None
+        whole_grad = None
         if is_root:
-            given = facts.gradient_here(communicator, "gather_v", grad, whole.shape, own.dtype)
-        part = whole.scatter(given, root)
-        return torch.zeros_like(own) if part is None else part
+            whole_grad = facts.gradient_here(
+                communicator, "gather_v", grad, whole.shape, data.dtype
+            )
+        part = whole.scatter(whole_grad, root)
+        return torch.zeros_like(data) if part is None else part
 
     return facts.recorded(communicator, "gather_v", result, tensor, gradient)
 
@@ -531,29 +533,32 @@ def all_gather_v(
         facts.check_accumulate(accumulate)
     terms = (("accumulate", accumulate),)
     whole, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
-    own, result = tensor.detach(), whole.empty(whole.shape)
-    in_rank(lambda: rootless._all_gather(communicator, (whole.parts(result), own)))
+    data, result = tensor.detach(), whole.empty(whole.shape)
+    in_rank(lambda: rootless._all_gather(communicator, (whole.parts(result), data)))
     if not needs:
         return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
-        given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
-        return _reduced(communicator, whole.parts(given), own, accumulate)
+        whole_grad = facts.gradient_here(communicator, op, grad, whole.shape, data.dtype)
+        return _reduced(communicator, whole.parts(whole_grad), data, accumulate)
 
     return facts.recorded(communicator, op, result, tensor, gradient)
 
 
 def _reduced(
-    communicator: Communicator, parts: list[torch.Tensor], own: torch.Tensor, accumulate: str | None
+    communicator: Communicator,
+    parts: list[torch.Tensor],
+    like: torch.Tensor,
+    accumulate: str | None,
 ) -> torch.Tensor:
     """Return the sum over ranks of their ``parts[own rank]``, in rank order."""
-    if blocks.wide(own.dtype) == blocks.wide(own.dtype, accumulate):
-        out = torch.empty_like(own, memory_format=torch.contiguous_format)
+    if blocks.wide(like.dtype) == blocks.wide(like.dtype, accumulate):
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
         rootless._reduce_scatter(communicator, (out, parts))
         return out
-    received = [torch.empty_like(own) for _ in parts]
+    received = [torch.empty_like(like) for _ in parts]
     _all_to_all(communicator, (received, parts))
-    total = torch.zeros_like(own)
+    total = torch.zeros_like(like)
     for each in received:
         total.add_(each)
     return total
@@ -618,30 +623,30 @@ def indexed_all_to_all_v(
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
     terms = (*named, facts.gradient_mode())
-    mine = _Picked(about.shape, about.requires_grad, counts, matrix)
+    request = _Picked(about.shape, about.requires_grad, counts, matrix)
     check = functools.partial(_check, dim)
-    parts: list[_Picked] = facts.exchange(communicator, op, terms, mine, check)
-    own = tensor.detach()
-    picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
+    parts: list[_Picked] = facts.exchange(communicator, op, terms, request, check)
+    data = tensor.detach()
+    picked = [each.to(device=data.device, dtype=torch.int64) for each in picked]
     lengths = [each.counts[rank] for each in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
-    whole = blocks.CutTensor(communicator, shape, own.dtype, blocks.along(shape, dim, lengths))
+    whole = blocks.CutTensor(communicator, shape, data.dtype, blocks.along(shape, dim, lengths))
     result = whole.empty(shape)
-    bits = blocks.bits(own)  # torch selects elements of some dtypes only
-    sent = [bits.index_select(dim, each).view(own.dtype) for each in picked]
+    bits = blocks.bits(data)  # torch selects elements of some dtypes only
+    sent = [bits.index_select(dim, each).view(data.dtype) for each in picked]
     in_rank(lambda: _all_to_all(communicator, (whole.parts(result), sent)))
     if not any(each.requires_grad for each in parts):
         return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
-        given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
+        whole_grad = facts.gradient_here(communicator, op, grad, whole.shape, data.dtype)
         back = [torch.empty_like(each) for each in sent]
-        _all_to_all(communicator, (back, whole.parts(given)))
-        wide = blocks.wide(own.dtype, accumulate)
-        total = torch.zeros(own.shape, dtype=wide, device=own.device)
+        _all_to_all(communicator, (back, whole.parts(whole_grad)))
+        wide = blocks.wide(data.dtype, accumulate)
+        total = torch.zeros(data.shape, dtype=wide, device=data.device)
         for where, each in zip(picked, back, strict=True):
             total.index_add_(dim, where, each.to(wide))
-        return total.to(own.dtype)
+        return total.to(data.dtype)
 
     return facts.recorded(communicator, op, result, tensor, gradient)
 
@@ -667,11 +672,11 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
 
 def _check(dim: int, parts: list[_Picked]) -> None:
     facts.check_equal_beside(dim, [each.shape for each in parts])
-    for rank, own in enumerate(parts):
-        for sender, other in enumerate(parts if own.matrix else ()):
-            assert own.matrix is not None
-            if own.matrix[sender] != other.counts:
+    for rank, receiver in enumerate(parts):
+        for sender, other in enumerate(parts if receiver.matrix else ()):
+            assert receiver.matrix is not None
+            if receiver.matrix[sender] != other.counts:
                 raise ValueError(
-                    f"sizes[{sender}] is {list(own.matrix[sender])} on rank {rank}, but indices of rank "
-                    f"{sender} select {list(other.counts)}"
+                    f"sizes[{sender}] is {list(receiver.matrix[sender])} on rank {rank}, but indices of "
+                    f"rank {sender} select {list(other.counts)}"
                 )

@@ -65,10 +65,10 @@ class Placeholder(torch.Tensor):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         device = torch.empty(0).device if device is None else torch.device(device)
         meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        made = _standing_for(meta, device, tuple(ranks))
+        placeholder = _standing_for(meta, device, tuple(ranks))
         if requires_grad:
-            made.requires_grad_()
-        return made
+            placeholder.requires_grad_()
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -85,10 +85,10 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         return _inferred(func, args, kwargs or {})
 
-    def _refuse(self, what: str) -> PlaceholderError:
+    def _refuse(self, action: str) -> PlaceholderError:
         where = f"ranks {list(self.ranks)} of the default group" if self.ranks else "other ranks"
         return PlaceholderError(
-            f"{what}: a Placeholder of shape {tuple(self.shape)} and {self.dtype} has no data here; its "
+            f"{action}: a Placeholder of shape {tuple(self.shape)} and {self.dtype} has no data here; its "
             f"value is on {where}"
         )
 
@@ -139,9 +139,9 @@ torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, FORMER)])
 def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:
     make: Any = torch.Tensor._make_wrapper_subclass
     about: Any = {"dtype": meta.dtype, "device": device, "storage_size": 0}
-    made = make(Placeholder, meta.shape, meta.stride(), **about)
-    made.ranks = ranks
-    return made  # type: ignore[no-any-return]
+    placeholder = make(Placeholder, meta.shape, meta.stride(), **about)
+    placeholder.ranks = ranks
+    return placeholder  # type: ignore[no-any-return]
 
 
 def _without_gradient(value: object) -> Any:
@@ -153,14 +153,14 @@ def _without_gradient(value: object) -> Any:
 def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     """Return the result of ``func``, as far as it can be inferred without data."""
     name = func._schema.name.partition("::")[2]
-    given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
-    first = given[0]
+    placeholders = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
+    first = placeholders[0]
     if func.namespace in COMMUNICATION:
         return _communicated(func, name, args, first)
     if name in READING:
         raise first._refuse(name.strip("_"))
     _check_written(func, name, args, kwargs, first)
-    ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in given))
+    ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in placeholders))
     device = first.device
     # keeps the meta tensor as well: an id is unique only while its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}

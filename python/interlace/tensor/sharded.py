@@ -159,10 +159,10 @@ class ShardedTensor:
                 f"to_dtensor needs a DeviceMesh, but the mesh is a {type(self.mesh).__name__} on rank "
                 f"{self._ranks.communicator.rank}"
             )
-        if others := unlike_chunks(self._sharding):
+        if differing := unlike_chunks(self._sharding):
             raise ValueError(
                 f"to_dtensor: a DTensor of shape {tuple(self.shape)} and placements {self.placements} has "
-                f"parts as torch.chunk cuts them; {'; '.join(others)}"
+                f"parts as torch.chunk cuts them; {'; '.join(differing)}"
             )
         return DTensor.from_local(
             self._local,
@@ -210,43 +210,43 @@ def from_local(
     communicator = ranks.communicator
     with communicator.accepting(op):
         local = facts.with_data("local", local, communicator.on(local))
-        own = tuple(local.shape)
-        checked = for_dims(checked_placements(placements, len(ranks.shape)), len(own))
+        local_shape = tuple(local.shape)
+        checked = for_dims(checked_placements(placements, len(ranks.shape)), len(local_shape))
         if shape is not None and sizes != "chunk":
             raise ValueError(f'shape is for sizes="chunk", got sizes={sizes!r}')
         sharding = None
         if sizes != "infer":
-            sharding = _given_sharding(ranks, checked, own, sizes, shape)
+            sharding = _given_sharding(ranks, checked, local_shape, sizes, shape)
     if sharding is None:
         terms = (("placements", str(checked)), ("mesh", ranks.shape), ("dtype", local.dtype))
         together = functools.partial(from_shapes, ranks.shape, checked)
-        sharding = together(facts.exchange(communicator, op, terms, own, together))
+        sharding = together(facts.exchange(communicator, op, terms, local_shape, together))
     return ShardedTensor(local, ranks, sharding)
 
 
 def _given_sharding(
     ranks: _Ranks,
     placements: Placements,
-    own: tuple[int, ...],
+    local_shape: tuple[int, ...],
     sizes: object,
     shape: Sequence[int] | None,
 ) -> MeshSharding:
-    """Return the sharding by ``sizes``, which this rank's ``own`` shape must match."""
+    """Return the sharding by ``sizes``, which this rank's ``local_shape`` shape must match."""
     rank = ranks.communicator.rank
     if sizes == "chunk":
-        whole = list(own if shape is None else shape)
+        whole = list(local_shape if shape is None else shape)
         if shape is None:
             for mesh_dim, placement in enumerate(placements):
                 if isinstance(placement, Shard):
                     whole[placement.dim] *= ranks.shape[mesh_dim]
-        if len(whole) != len(own):
-            raise ValueError(f"shape {tuple(whole)} for a local of shape {own}")
+        if len(whole) != len(local_shape):
+            raise ValueError(f"shape {tuple(whole)} for a local of shape {local_shape}")
         sharding = chunked(ranks.shape, placements, whole)
     else:
-        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes), own)
+        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes), local_shape)
     expected = blocks.shape_of(sharding.blocks[rank])
-    if expected != own:
-        raise ValueError(f"local has shape {own}, but sizes={sizes!r} makes it {expected}")
+    if expected != local_shape:
+        raise ValueError(f"local has shape {local_shape}, but sizes={sizes!r} makes it {expected}")
     return sharding
 
 
@@ -287,16 +287,16 @@ def scatter(
     op, ranks = "scatter", _ranks(mesh)
     communicator = ranks.communicator
     rank = communicator.rank
-    own = facts.TensorFacts()
+    own_facts = facts.TensorFacts()
     with communicator.accepting(op):
         root = checks.group_rank("src", None, group_src, communicator)
         checked = checked_placements(placements, len(ranks.shape))
         tensor = facts.source_tensor(tensor, root, communicator)
         if tensor is not None:
-            own = facts.facts_of(tensor)
+            own_facts = facts.facts_of(tensor)
         if rank == root:
-            own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes))
-            _cut(ranks, checked, own)
+            own_facts = replace(own_facts, sizes=None if sizes is None else _whole_sizes(sizes))
+            _cut(ranks, checked, own_facts)
 
     def check(parts: list[tuple[facts.TensorFacts, tuple[int | None, ...]]]) -> None:
         source = parts[root][0]
@@ -312,7 +312,7 @@ def scatter(
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
-    everyone = facts.exchange(communicator, op, terms, (own, plain_form(checked)), check)
+    everyone = facts.exchange(communicator, op, terms, (own_facts, plain_form(checked)), check)
     source: facts.TensorFacts = everyone[root][0]
     sharding = _cut(ranks, checked, source)
     local = scattered(communicator, tensor, sharding.blocks, root, source)

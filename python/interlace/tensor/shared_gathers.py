@@ -93,12 +93,12 @@ def keep(input: Tensor, reader: object, gathered: Tensor, output: Tensor, *how: 
     _own.kept[input] = kept
 
 
-def _state(input: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
+def _state(input: Tensor, options: tuple[object, ...]) -> tuple[object, ...]:
     local = input._local_tensor if isinstance(input, DTensor) else input
     version = None if local.is_inference() else local._version
     kind = local.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (*how, version, autocast, *_pass())
+    return (*options, version, autocast, *_pass())
 
 
 def _outside() -> None:
@@ -127,8 +127,8 @@ class _Later(torch.autograd.Function):
         ctx.placements = shard.placements
         spec = DTensorSpec(shard.device_mesh, (Replicate(),), tensor_meta=shard._spec.tensor_meta)
         local = shard._local_tensor.detach()
-        made: DTensor = DTensor.__new__(Ungathered, local, spec, requires_grad=False)
-        return made
+        ungathered: DTensor = DTensor.__new__(Ungathered, local, spec, requires_grad=False)
+        return ungathered
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:
@@ -154,9 +154,14 @@ class Ungathered(DTensor):
         shard = shard.redistribute(
             placements=shard.placements
         )  # a node in which the gradients are added
-        made = _Later.apply(shard)  # type: ignore[no-untyped-call]
-        made.shard, made._say, made._gathered, made._read = shard, say, None, {}
-        return made  # type: ignore[no-any-return]
+        ungathered = _Later.apply(shard)  # type: ignore[no-untyped-call]
+        ungathered.shard, ungathered._say, ungathered._gathered, ungathered._read = (
+            shard,
+            say,
+            None,
+            {},
+        )
+        return ungathered  # type: ignore[no-any-return]
 
     def for_linear(self, linear: object) -> DTensor:
         """Return the shard, which ``linear`` gathers while it multiplies, or the tensor if it is gathered.

@@ -110,14 +110,14 @@ class FusedLinear(nn.Linear):
     def _as_torch(self, input: torch.Tensor) -> torch.Tensor:
         style = self._style
         torch_s = getattr(torch_style, style.name)
-        given = torch_s._prepare_input_fn(
+        prepared = torch_s._prepare_input_fn(
             style.input_layouts, style.desired_input_layouts, self, (input,), style.mesh
         )
-        output = nn.Linear.forward(self, given)
-        made: torch.Tensor = torch_s._prepare_output_fn(
+        output = nn.Linear.forward(self, prepared)
+        result: torch.Tensor = torch_s._prepare_output_fn(
             style.output_layouts, style.use_local_output, self, output, style.mesh
         )
-        return made
+        return result
 
     @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
@@ -290,10 +290,10 @@ def _text(layout: DimLayout) -> str:
     return f"Shard({layout})" if isinstance(layout, int) else layout
 
 
-def _even(what: str, length: int, dim: int, ranks: int) -> None:
+def _even(name: str, length: int, dim: int, ranks: int) -> None:
     if length % ranks:
         raise Unfused(
-            f"{what} length {length} of dimension {dim} is not divisible by {ranks} ranks"
+            f"{name} length {length} of dimension {dim} is not divisible by {ranks} ranks"
         )
 
 
@@ -376,9 +376,9 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
                 return self._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             call = copy.copy(self)  # because several modules may share one style
             call._module, call._said = called, []
-            made = call._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
+            prepared = call._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             call._explain()
-            return made
+            return prepared
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
@@ -480,14 +480,14 @@ def _fused_linear(
     module = distribute_module(module, mesh, style._partition_linear_fn)
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh must have 1 dimension, got {mesh.ndim}")
-    name, given, wanted = type(style).__name__, style.input_layouts, style.output_layouts
+    name, layouts, wanted = type(style).__name__, style.input_layouts, style.output_layouts
     group = GroupSpec(*describe((mesh, 0)))
     module.__class__ = kind
     module._style = Style(  # type: ignore[assignment]
-        name, mesh, given, style.desired_input_layouts, wanted, style.use_local_output,
-        group, layout_of(given[0]), layout_of(wanted[0]),
+        name, mesh, layouts, style.desired_input_layouts, wanted, style.use_local_output,
+        group, layout_of(layouts[0]), layout_of(wanted[0]),
     )  # fmt: skip
-    module._explanation = f"not called yet; {name} of {given}"  # type: ignore[assignment]
+    module._explanation = f"not called yet; {name} of {layouts}"  # type: ignore[assignment]
     return module
 
 

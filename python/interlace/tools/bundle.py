@@ -156,8 +156,8 @@ VALUES = {
 
 def _collective(op: str) -> Make:
     def made(arch: int, options: KernelOptions) -> list[Entry]:
-        how = options.dtype, options.configuration(arch)
-        return [catalogue.collective(arch, op, *how, average=options.average)]
+        kind = options.dtype, options.configuration(arch)
+        return [catalogue.collective(arch, op, *kind, average=options.average)]
 
     return made
 
@@ -441,12 +441,12 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
-    made = OPS[target.op].entries(arch, target.options)
-    if any(each.fixed.get("COPIERS") == 0 for each in made):
+    entries = OPS[target.op].entries(arch, target.options)
+    if any(each.fixed.get("COPIERS") == 0 for each in entries):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # a configuration chosen by hand may spill
     by_hand = bool(target.options.overrides)
-    return [replace(each, default=each.default and not by_hand) for each in made]
+    return [replace(each, default=each.default and not by_hand) for each in entries]
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
@@ -510,8 +510,8 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }
     for entry in mains:  # if it is in the first kernel, that one is meant
-        there = {name: value for name, value in entry.fixed.items() if value is not None}
-        baked = {**there, **baked}
+        fixed = {name: value for name, value in entry.fixed.items() if value is not None}
+        baked = {**fixed, **baked}
     baked |= {**CONSTANTS, **op.constants}
     conditions = (*op.conditions, *descriptor_conditions(mains[0]))
     kernels = {entry.kernel: _kernel(target, entry, staging, conditions) for entry in mains}
@@ -554,9 +554,9 @@ def contract(module: str, kernel: str) -> dict[str, str]:
     """Return the paragraphs of the docstring: "computes" is the first, the others have names in it."""
     function = getattr(importlib.import_module(module), kernel)
     paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
-    first, *others = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    first, *named = (" ".join(paragraph.split()) for paragraph in paragraphs)
     found = {"computes": first}
-    for paragraph in others:
+    for paragraph in named:
         label, _, text = paragraph.partition(": ")
         if label.lower() in _LABELS:
             found[label.lower()] = text

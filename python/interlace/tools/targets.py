@@ -68,8 +68,8 @@ Begin = Callable[[Op, Communicator, Any, str], Finish]
 """Starts an op, with the record of its arguments, and the algorithm if that is not an argument."""
 
 
-def _begin(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    started = op.start(group, given)
+def _begin(op: Op, group: Communicator, record: Any, algorithm: str) -> Finish:
+    started = op.start(group, record)
     return lambda: finish(started)
 
 
@@ -106,20 +106,20 @@ class TargetCalls:
         rows, width = tuple(self.rows(size, number)), self.width(size)
         setting = Setting(rank, size, call=number, rows=rows, width=width)
         method, _, word = (self.asks_for or algorithm).rpartition(" ")
-        given = op.example_records(setting, method=method, algorithm=word)
-        right = op.reference(given, size)[rank]
+        records = op.example_records(setting, method=method, algorithm=word)
+        right = op.reference(records, size)[rank]
         with configuration.override(**self.tiles(size, number)):
-            end = self.begin(op, group, given[rank], word)
+            end = self.begin(op, group, records[rank], word)
         return lambda: all(_same(*each) for each in zip(end(), right, strict=True))
 
 
-def _same(made: Tensor, right: Tensor) -> bool:
+def _same(result: Tensor, right: Tensor) -> bool:
     """Return whether numbers are equal except for roundings, which whole numbers do not have."""
-    share = max(ROUNDINGS, torch.finfo(made.dtype).eps) if made.is_floating_point() else 0.0
-    made, right = made.double(), right.double()
+    share = max(ROUNDINGS, torch.finfo(result.dtype).eps) if result.is_floating_point() else 0.0
+    result, right = result.double(), right.double()
     most = right.nan_to_num(neginf=0.0).abs().max() if right.numel() else 0.0
-    return made.shape == right.shape and torch.allclose(
-        made, right, rtol=0, atol=share * float(most)
+    return result.shape == right.shape and torch.allclose(
+        result, right, rtol=0, atol=share * float(most)
     )
 
 
@@ -127,8 +127,8 @@ def _in_flight(group: Communicator, op: Op, calls: TargetCalls, count: int, algo
     """Run ``count`` calls of an op in flight."""
     calls, started = replace(calls, **calls.otherwise.get(algorithm, {})), []
     for number in range(count):
-        own = replace(calls, **calls.second) if number % 2 else calls
-        started.append(own.start(op, group, number, algorithm))
+        calls_of = replace(calls, **calls.second) if number % 2 else calls
+        started.append(calls_of.start(op, group, number, algorithm))
         # In some ops only rank 0 waits for data: the other ranks do not learn how far the others are.
         one = torch.ones(1, 4), torch.ones(4, 1)
         interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
@@ -171,13 +171,13 @@ def _over_nodes(op: Op, calls: TargetCalls, algorithm: str) -> dict[str, Callabl
 # -- ops that are started in other ways -------------------------------------------------------------
 
 
-def _begin_eager(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
+def _begin_eager(op: Op, group: Communicator, record: Any, algorithm: str) -> Finish:
     """Start a plain collective, whose algorithm only eager calls choose."""
-    output = given.input.clone() if op.name in IN_PLACE else op.outputs(given, group.world_size)
-    tensors = [output] if op.name in IN_PLACE else [output, given.input]
-    root = {"src": given.src} if "src" in op.kinds else {}
-    how = {"group": group, "algorithm": algorithm, "async_op": True}
-    work = getattr(interlace, op.name)(*tensors, **root, **how)
+    output = record.input.clone() if op.name in IN_PLACE else op.outputs(record, group.world_size)
+    tensors = [output] if op.name in IN_PLACE else [output, record.input]
+    root = {"src": record.src} if "src" in op.kinds else {}
+    options = {"group": group, "algorithm": algorithm, "async_op": True}
+    work = getattr(interlace, op.name)(*tensors, **root, **options)
 
     def end() -> Sequence[Tensor]:
         work.wait()
@@ -186,19 +186,19 @@ def _begin_eager(op: Op, group: Communicator, given: Any, algorithm: str) -> Fin
     return end
 
 
-def _begin_counted(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
+def _begin_counted(op: Op, group: Communicator, record: Any, algorithm: str) -> Finish:
     """Start a grouped matmul with a bound of rows, whose counts stay on the device."""
     work: Any = interlace.all_to_all_grouped_matmul(
-        given.input,
-        given.weight,
-        torch.tensor(given.input_splits),
-        bias=given.bias,
-        num_max_rows_per_rank=19 * len(given.input_splits),
+        record.input,
+        record.weight,
+        torch.tensor(record.input_splits),
+        bias=record.bias,
+        num_max_rows_per_rank=19 * len(record.input_splits),
         group=group,
-        algorithm=given.algorithm,
+        algorithm=record.algorithm,
         async_op=True,
     )
-    return lambda: [work.wait()[0][: sum(given.output_splits)]]
+    return lambda: [work.wait()[0][: sum(record.output_splits)]]
 
 
 def _in_form(form: Callable[..., Any], *more: None) -> Begin:
@@ -225,8 +225,8 @@ def _counts(setting: Setting) -> list[list[int]]:
 
 
 def _received(setting: Setting) -> list[int]:
-    own = 2 * setting.rank, 2 * setting.rank + 1
-    return [each[expert] for expert in own for each in _counts(setting)]
+    experts = 2 * setting.rank, 2 * setting.rank + 1
+    return [each[expert] for expert in experts for each in _counts(setting)]
 
 
 def _quantized(setting: Setting) -> str:
@@ -395,8 +395,8 @@ def _signals() -> None:
         for source in range(world_size):
             slot_byte = 8 * (signal.HEADER_WORDS + source)
             signal.wait_kernel[(1,)](peers, source, slot_byte)
-            mine = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
-            if not torch.equal(mine, setting.of(source).numbers(16)):
+            received = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
+            if not torch.equal(received, setting.of(source).numbers(16)):
                 raise AssertionError(f"wrong data on rank {rank} in call {call}")
         slots.finish_kernel[(1,)](peers)
 
@@ -416,10 +416,10 @@ def _node_target(op: str) -> VerifyTarget:
 def targets(ops: Mapping[str, Op]) -> dict[str, VerifyTarget]:
     """Return targets by name: one for each op with algorithms, and those without an op."""
     kernels = "publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"
-    own = {name: op for name, op in ops.items() if op.algorithms and name not in STANDS_FOR}
+    of_kernels = {name: op for name, op in ops.items() if op.algorithms and name not in STANDS_FOR}
     return {
         "signal": VerifyTarget({"kernels": _signals}, kernels),
-        **{NAMES.get(name, name): _target(op) for name, op in own.items()},
+        **{NAMES.get(name, name): _target(op) for name, op in of_kernels.items()},
         **{f"nodes.{op}": _node_target(op) for op in _OVER_NODES},
     }
 

@@ -77,15 +77,15 @@ class Places:
         chains: list[FrameChain] = [()] * len(self._of_instructions)
         before: list[set[FrameChain]] = [set() for _ in chains]
         for index in flow.order:  # the chain after a backward jump is not known yet
-            others = before[index]
+            earlier = before[index]
             chains[index] = chain = max(
                 reversed(self._of_instructions[index]),  # of equally good ones, the last
-                key=lambda one: max((_shared(one, other) for other in others), default=0),
+                key=lambda one: max((_shared(one, other) for other in earlier), default=0),
             )
             # The compiler gives some instructions no line. They get the chain of the ones before them.
-            told = {chain} if chain and chain[0].line else others
+            nearest = {chain} if chain and chain[0].line else earlier
             for after in flow.following(index):
-                before[after] |= told
+                before[after] |= nearest
         return chains
 
     def _frame(self, number: str, line: str, column: str) -> Frame:

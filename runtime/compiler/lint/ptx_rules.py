@@ -224,17 +224,17 @@ def _decides(program: PtxModule, poll: int) -> bool:
     if not loop or not written.isdisjoint(set(code[poll].inputs) - {code[poll].predicate}):
         return False
     plain = _is_plain_load(code[poll]) and "volatile" not in code[poll].parts
-    known, told = set(code[poll].results), False
+    known, is_stored = set(code[poll].results), False
     while True:
-        before = (len(known), told)
+        before = (len(known), is_stored)
         for i in loop:
             one, shared = code[i], not code[i].is_global
             counts = plain and one.kind == "setp" and not (written - known).isdisjoint(one.inputs)
             reads = not known.isdisjoint(one.inputs) and not counts
-            if reads or (told and shared and one.kind == "ld"):
+            if reads or (is_stored and shared and one.kind == "ld"):
                 known.update(one.results)
-                told = told or (shared and one.kind == "st")
-        if (len(known), told) == before:
+                is_stored = is_stored or (shared and one.kind == "st")
+        if (len(known), is_stored) == before:
             break
     return any(code[i].predicate.lstrip("!") in known for i in program.flow.exits(loop))
 

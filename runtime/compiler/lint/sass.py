@@ -124,10 +124,12 @@ def loops(sass: str) -> tuple[Loop, ...]:
     flow = control_flow(code, labels)
     found = [_counted("", 0, [one for i, one in enumerate(code) if not flow.loop(i)], 1)]
     for first, body in sorted(flow.loops.items()):
-        own = [code[i] for i in sorted(body) if flow.loop(i) is body]
+        instructions = [code[i] for i in sorted(body) if flow.loop(i) is body]
         depth = sum(first in other for other in flow.loops.values())
         if len(body) > 1:  # otherwise a jump to itself after the end, which is never reached
-            found.append(_counted(place(code[flow.last(first)].frame), depth, own, _ROUNDS))
+            found.append(
+                _counted(place(code[flow.last(first)].frame), depth, instructions, _ROUNDS)
+            )
     return tuple(found)
 
 
@@ -147,8 +149,8 @@ def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop
     products = sum(_PRODUCT.fullmatch(one.name) is not None for one in code)
     conversions = count("F2F") + count("F2FP") + count("HADD2", "F32")
     loads = sum(_bytes(one) > 0 or one.name == "UTMALDG" for one in code)
-    made = products, conversions, loads
-    return Loop(where, depth, len(code), *counts, most, loaded, size, *made)
+    sums = products, conversions, loads
+    return Loop(where, depth, len(code), *counts, most, loaded, size, *sums)
 
 
 def _bytes(one: Operation) -> int:
@@ -235,14 +237,16 @@ def without_tensor_cores(
     large = [dot for dot in wanted if _fits(dot, num_warps)]
     narrow = [dot for dot in large if dot.dtype.startswith("f8")]
     if wanted and not tensor_core_instructions(counts, arch, any_kind=True):
-        missed, what = wanted, "no matrix instruction"
+        missed, problem = wanted, "no matrix instruction"
     elif large and not tensor_core_instructions(counts, arch):
-        missed, what = large, f"no matrix instruction of sm_{arch}"
+        missed, problem = large, f"no matrix instruction of sm_{arch}"
     elif narrow and arch // 10 in _FP8 and not counts[_FP8[arch // 10]]:
-        missed, what = narrow, f"no matrix instruction of sm_{arch} for fp8"
+        missed, problem = narrow, f"no matrix instruction of sm_{arch} for fp8"
     else:
         return []
-    return [Fault("no tensor cores", f"{what} for a {dot}", describe(dot.chain)) for dot in missed]
+    return [
+        Fault("no tensor cores", f"{problem} for a {dot}", describe(dot.chain)) for dot in missed
+    ]
 
 
 def _fits(dot: Dot, num_warps: int) -> bool:

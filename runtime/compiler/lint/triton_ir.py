@@ -153,9 +153,11 @@ class TritonIR:
                 if "scf.condition" in line and read[:1] and read[0] in known:
                     return True
                 if "scf.yield" in line:
-                    told = {to for to, value in zip(carried, read, strict=False) if value in known}
-                    known |= told
-                    counters -= told
+                    settled = {
+                        to for to, value in zip(carried, read, strict=False) if value in known
+                    }
+                    known |= settled
+                    counters -= settled
                 elif not known.isdisjoint(read) and not (
                     (" arith.cmp" in line and not counters.isdisjoint(read)) or self._accesses(line)
                 ):

@@ -82,33 +82,36 @@ class Residency:
         """Register that ``group`` will launch so many programs at ``where``; return what they wait for."""
         chains = self._chains
         with self._lock:
-            own = chains.get(group)
-            if own is None:
-                own = chains[group] = Chain(group)
-            own.in_op += programs
-            own.largest = max(own.largest, min(own.in_op, self.capacity))
+            own_chain = chains.get(group)
+            if own_chain is None:
+                own_chain = chains[group] = Chain(group)
+            own_chain.in_op += programs
+            own_chain.largest = max(own_chain.largest, min(own_chain.in_op, self.capacity))
             waited: list[Point] = []
-            others = [chain for chain in chains.values() if chain is not own]
-            while others and own.largest + sum(each.largest for each in others) > self.capacity:
-                other = others.pop(0)
+            other_chains = [chain for chain in chains.values() if chain is not own_chain]
+            while (
+                other_chains
+                and own_chain.largest + sum(each.largest for each in other_chains) > self.capacity
+            ):
+                other = other_chains.pop(0)
                 waited += other.ends
-                own.largest = max(own.largest, other.largest)
+                own_chain.largest = max(own_chain.largest, other.largest)
                 chains.pop(other.group, None)
-            own.ends.append(Point(where))
+            own_chain.ends.append(Point(where))
             self._count()
             return waited
 
     def ended(self, group: int, where: Any) -> None:
         """Register that the end of ``group``'s op was enqueued at ``where``, after all its kernels."""
-        own = self._chains.get(group)
-        if own is None or not own.in_op:
+        chain = self._chains.get(group)
+        if chain is None or not chain.in_op:
             return
         with self._lock:
-            own.largest = max(own.largest, min(own.in_op, self.capacity))
-            own.in_op = 0
-            own.ends = [Point(where)]
+            chain.largest = max(chain.largest, min(chain.in_op, self.capacity))
+            chain.in_op = 0
+            chain.ends = [Point(where)]
             self._chains.pop(group, None)
-            self._chains[group] = own  # the youngest
+            self._chains[group] = chain  # the youngest
             self._count()
 
     def forget(self, group: int) -> None:

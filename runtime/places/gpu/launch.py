@@ -49,8 +49,8 @@ class LaunchCache:
             known = self._known[number] = general(launch.kernel), constants(launch.kernel)
         alike, fixed = known
         key: list[Any] = [number, launch.num_warps, launch.num_stages]
-        for name, given in launch.arguments.items():
-            fields = given if isinstance(given, tuple) and name not in fixed else (given,)
+        for name, argument in launch.arguments.items():
+            fields = argument if isinstance(argument, tuple) and name not in fixed else (argument,)
             for value in fields:
                 if isinstance(value, torch.Tensor):
                     address = value.data_ptr()

@@ -102,8 +102,8 @@ class ExchangeStore(Store):
     def _round(self) -> list[bytes]:
         """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
-            mine, self._mine = self._mine, None
-            self._values = agreed(self._exchange, VALUE + mine)
+            payload, self._mine = self._mine, None
+            self._values = agreed(self._exchange, VALUE + payload)
         return self._values
 
     def set(self, key: str, content: Any) -> None:
@@ -128,9 +128,9 @@ class ExchangeStore(Store):
         return True
 
 
-def agreed(exchange: Exchange, mine: bytes) -> list[bytes]:
+def agreed(exchange: Exchange, payload: bytes) -> list[bytes]:
     """Return every rank's message without its first byte; MemoryRefused if a rank has failed."""
-    answers = exchange(mine, "an allocation of symmetric memory")
+    answers = exchange(payload, "an allocation of symmetric memory")
     failures = [
         f"rank {rank}: {answer[1:].decode()}"
         for rank, answer in enumerate(answers)
@@ -296,14 +296,14 @@ class IpcMemory:
             module = cupy()
             runtime = module.cuda.runtime
             with module.cuda.Device(self._index):
-                own = _Exported(runtime.malloc(nbytes), self._index)
-                self._exported.append(own)
-                runtime.memset(own.address, 0, nbytes)
+                exported = _Exported(runtime.malloc(nbytes), self._index)
+                self._exported.append(exported)
+                runtime.memset(exported.address, 0, nbytes)
                 runtime.deviceSynchronize()  # peers may write once all ranks have met
-                handles = agreed(self._exchange, VALUE + runtime.ipcGetMemHandle(own.address))
+                handles = agreed(self._exchange, VALUE + runtime.ipcGetMemHandle(exported.address))
                 for rank, handle in enumerate(handles):
                     if rank == self._rank:
-                        addresses[rank] = own.address
+                        addresses[rank] = exported.address
                     else:
                         addresses[rank] = runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS)
                         self._opened.append(addresses[rank])

@@ -90,13 +90,13 @@ class NvshmemMemory(TorchMemory):
 
 def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
     """Return each rank's node, by its first rank, from ``mapped[rank][peer]``; or raise."""
-    nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
+    nodes = [min(peer for peer, addressed in enumerate(row) if addressed) for row in mapped]
     for rank, row in enumerate(mapped):
-        for peer, there in enumerate(row):
-            if there != (nodes[peer] == nodes[rank]):
-                how = "addresses" if there else "does not address"
+        for peer, addressed in enumerate(row):
+            if addressed != (nodes[peer] == nodes[rank]):
+                verb = "addresses" if addressed else "does not address"
                 raise PlaceUnavailableError(
-                    f"rank {rank} {how} rank {peer}'s memory, but their peers differ: {nodes} are no "
+                    f"rank {rank} {verb} rank {peer}'s memory, but their peers differ: {nodes} are no "
                     "nodes within which all is mapped"
                 )
     return nodes
@@ -123,9 +123,9 @@ class NvshmemPlace(DeviceProcessPlace):
             _, probe = memory.made(PROBE_BYTES)
         except MemoryRefused as error:
             raise PlaceUnavailableError(f"rank {self.rank}: NVSHMEM: {error}") from error
-        mine = bytes(bool(address) for address in probe.buffer_ptrs)
-        mapped = self.exchange(mine, "joining NVSHMEM")
-        nodes = nodes_of([[bool(there) for there in row] for row in mapped])
+        reachable = bytes(bool(address) for address in probe.buffer_ptrs)
+        mapped = self.exchange(reachable, "joining NVSHMEM")
+        nodes = nodes_of([[bool(addressed) for addressed in row] for row in mapped])
         if len(set(nodes)) > 1:
             self.nodes = Nodes(tuple(nodes), "nvshmem", {"extern_libs": ((LIBRARY, library),)})
 

@@ -383,11 +383,11 @@ class Plans:
         turn = self._communicator.arena.turn % CHANNELS
         key: list[Any] = [op, turn, options, current().key]
         try:
-            for given in tensors:
-                if given is None:
+            for operand in tensors:
+                if operand is None:
                     key.append(None)
                     continue
-                for each in given if type(given) in (list, tuple) else (given,):
+                for each in operand if type(operand) in (list, tuple) else (operand,):
                     if each is None:
                         key.append(None)
                     elif type(each) in PLAIN_TYPES and not each.is_neg():
@@ -445,8 +445,8 @@ class Plans:
         finally:
             place.asynchronous = before
         place.in_flight(end, [call.arguments, result])
-        given = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        return Work(op, place, Settled(Outcome(result, end)), given)
+        filled = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        return Work(op, place, Settled(Outcome(result, end)), filled)
 
     def _run(self, call: _Again) -> object:
         place, plan = self._place, call.plan
@@ -568,14 +568,14 @@ class Plans:
 
 
 def _where_they_lie(
-    key: list[Any], given: Sequence[Any], tensors: Tensors, addresses: list[int]
+    key: list[Any], operands: Sequence[Any], tensors: Tensors, addresses: list[int]
 ) -> bool:
-    """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first. False if not dense or apart."""
+    """Add to ``key`` how ``operands`` (all: ``tensors``) lie to the first. False if not dense or apart."""
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False
     first = last = index = 0
-    for each in given:
+    for each in operands:
         start = end = addresses[index]
         for _ in range(1 if isinstance(each, torch.Tensor) else len(each)):
             if addresses[index] != end:

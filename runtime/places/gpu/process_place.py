@@ -349,8 +349,8 @@ class CudaPlace(DeviceProcessPlace):
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.world_size == 1:
-            own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            return SymmetricBuffer.over(0, [own])
+            allocated = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            return SymmetricBuffer.over(0, [allocated])
         if self._memory is not None:
             again: SymmetricBuffer = self._memory.allocate(nbytes, overlapping=self._overlapping)
             return again

@@ -181,9 +181,9 @@ class VirtualRankPlace(DevicePlace):
         return self._meet(payload, doing)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
-        mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream().synchronize()  # peers may write as soon as they know the address
-        parts = self._meet(mine, "an allocation of symmetric memory")
+        parts = self._meet(buffer, "an allocation of symmetric memory")
         return SymmetricBuffer.over(self.rank, parts)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:

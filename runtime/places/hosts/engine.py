@@ -202,8 +202,8 @@ class HostsEngine(Engine):
         if len(self._mine) > 1:
             nothing = input.new_empty(0)
             outputs = [nothing if source is None else parts[source] for source in sources]
-            own = input if sources[self._index] == self.rank else outputs[self._index]
-            self._ops.local.all_gather(self._ops.within(op), outputs, own)
+            part = input if sources[self._index] == self.rank else outputs[self._index]
+            self._ops.local.all_gather(self._ops.within(op), outputs, part)
         elif sources[0] == self.rank:
             _copy(parts[self.rank], input)
 
@@ -211,22 +211,22 @@ class HostsEngine(Engine):
         self, call: Call, gives: Tensors, takes: Tensors, sides: Sides, *, even: bool
     ) -> OpPiece:
         """Send data from rank to rank. ``even``: all parts have one size, if messages are equal."""
-        (giver, taker, alike), mine = sides, self._mine
+        (giver, taker, alike), local_ranks = sides, self._mine
         sends: dict[int, torch.Tensor] = {}
         if alike:
-            sends = {taker: gives[0]} if taker not in mine else {}
+            sends = {taker: gives[0]} if taker not in local_ranks else {}
         elif gives:
             sends = self._far(gives)
         receives: dict[int, torch.Tensor] = {}
         if giver != ALL:
-            receives = {giver: takes[0]} if giver not in mine else {}
+            receives = {giver: takes[0]} if giver not in local_ranks else {}
         elif takes:
             receives = self._far(takes)
-        if not {giver, taker} <= {ALL, *mine}:  # the root is on another host
+        if not {giver, taker} <= {ALL, *local_ranks}:  # the root is on another host
             return OpPiece(None, sends, receives, route=(giver, taker))
-        near_gives = gives if alike or not gives else [gives[rank] for rank in mine]
-        near_takes = takes if giver != ALL or not takes else [takes[rank] for rank in mine]
-        within = [rank if rank == ALL else mine.index(rank) for rank in (giver, taker)]
+        near_gives = gives if alike or not gives else [gives[rank] for rank in local_ranks]
+        near_takes = takes if giver != ALL or not takes else [takes[rank] for rank in local_ranks]
+        within = [rank if rank == ALL else local_ranks.index(rank) for rank in (giver, taker)]
         of_host = Sides(within[0], within[1], alike)
 
         def share(call: Call, takes: Tensors) -> None:
@@ -270,19 +270,21 @@ class HostsEngine(Engine):
 
     def _small_exchange(self, inputs: Tensors, outputs: Tensors, uneven: MakePiece) -> OpPiece:
         """Share all parts with all ranks of the host, so that each has all that its twin receives."""
-        count, mine = inputs[0].numel(), self._mine
-        own = torch.cat([part.view(-1) for part in inputs])
-        block = own.new_empty(len(mine), self.world_size, count)
-        packed = {peer: own.new_empty(len(mine), count) for peer in self._frames.receivers}
-        found = [own.new_empty(len(ranks), count) for ranks in self._others]
+        count, local_ranks = inputs[0].numel(), self._mine
+        joined = torch.cat([part.view(-1) for part in inputs])
+        block = joined.new_empty(len(local_ranks), self.world_size, count)
+        packed = {
+            peer: joined.new_empty(len(local_ranks), count) for peer in self._frames.receivers
+        }
+        found = [joined.new_empty(len(ranks), count) for ranks in self._others]
 
         def near(call: Call) -> None:
-            self._ops.local.all_gather(call, block.view(-1), own)
+            self._ops.local.all_gather(call, block.view(-1), joined)
             for peer, to in packed.items():
                 to.copy_(block[:, peer])
 
         def after() -> None:
-            self._fill(outputs, mine, block[:, self.rank])
+            self._fill(outputs, local_ranks, block[:, self.rank])
             for ranks, parts in zip(self._others, found, strict=True):
                 self._fill(outputs, ranks, parts)
 
@@ -392,8 +394,8 @@ class HostsEngine(Engine):
         found = {twin: self._ops.buffer(parts[0]) for twin in self._frames.twins}
 
         def after() -> None:
-            own = parts[0 if single else self.rank]
-            partial.finish(self._by_host(found, own), output, self.world_size)
+            host_part = parts[0 if single else self.rank]
+            partial.finish(self._by_host(found, host_part), output, self.world_size)
 
         return OpPiece(
             lambda call: self._ops.local.all_reduce(call, sums, partial.step),
@@ -402,10 +404,12 @@ class HostsEngine(Engine):
             after=after,
         )
 
-    def _by_host(self, found: Mapping[int, torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts ``found`` at a rank of each other host, and ``own``, in the order of hosts."""
+    def _by_host(
+        self, found: Mapping[int, torch.Tensor], host_part: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the parts ``found`` at a rank of each other host, and ``host_part``, in hosts' order."""
         parts = iter(found.values())
-        return [own if ranks is self._mine else next(parts) for ranks in self._hosts]
+        return [host_part if ranks is self._mine else next(parts) for ranks in self._hosts]
 
     def _columns_of(self, op: str, flat: torch.Tensor, partial: Partial) -> OpPiece:
         """All-reduce ``flat``: this rank combines its column of it, if it has one."""
@@ -413,23 +417,23 @@ class HostsEngine(Engine):
         more = [flat[:0]] * (len(self._mine) - count)
         targets = [*flat.tensor_split(count), *more]
         wide = [*partial.widened(flat).tensor_split(count), *more]
-        own = self._ops.buffer(wide[index])
+        column = self._ops.buffer(wide[index])
         peers = [ranks[index] for ranks in self._others] if index < count else []
-        found = {peer: self._ops.buffer(own) for peer in peers}
+        found = {peer: self._ops.buffer(column) for peer in peers}
 
         def near(call: Call) -> None:
             if len(self._mine) > 1:
-                self._ops.local.reduce_scatter(call, own, wide, partial.step)
+                self._ops.local.reduce_scatter(call, column, wide, partial.step)
             else:
-                own.copy_(wide[0])
+                column.copy_(wide[0])
 
         def after() -> None:
             if peers:
-                partial.finish(self._by_host(found, own), targets[index], self.world_size)
+                partial.finish(self._by_host(found, column), targets[index], self.world_size)
             if len(self._mine) > 1:
                 self._ops.local.all_gather(self._ops.within(op), targets, targets[index])
 
-        return OpPiece(near, dict.fromkeys(peers, own), found, after=after)
+        return OpPiece(near, dict.fromkeys(peers, column), found, after=after)
 
     def _reduce_to(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)

@@ -146,10 +146,10 @@ def interface_address(interface: str) -> str | None:
     return None
 
 
-def listening_address(own: str | None) -> str:
-    """Return where gloo listens, too: the user's interface, the address ``own``, or the host's name."""
+def listening_address(address: str | None) -> str:
+    """Return where gloo listens, too: the user's interface, the address ``address``, or the host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return (interface and interface_address(interface)) or own or socket.gethostname()
+    return (interface and interface_address(interface)) or address or socket.gethostname()
 
 
 def is_loopback(address: str | None) -> bool:
@@ -170,13 +170,13 @@ def own_address(cards: Sequence[Card], rank: int) -> str | None:
     The rank that serves the store may know it only as localhost. It takes its address on the way to another
     host, because ranks there know an address of their own that others can use.
     """
-    own = cards[rank]
-    if not is_loopback(own.address):
-        return own.address
+    own_card = cards[rank]
+    if not is_loopback(own_card.address):
+        return own_card.address
     for card in cards:
-        if card.host != own.host and card.address and not is_loopback(card.address):
+        if card.host != own_card.host and card.address and not is_loopback(card.address):
             return address_towards(card.address)
-    return own.address
+    return own_card.address
 
 
 ANSWER_SECONDS = 5.0  # in which a rank must answer, however busy its machine is

@@ -169,13 +169,13 @@ class HostLinks:
         ``address`` is this rank's. ``step()`` is called meanwhile. It bounds the wait and may raise; gloo
         is then left waiting.
         """
-        own = PolledStore(store, f"{group}/links", self._closed.is_set)
+        polled = PolledStore(store, f"{group}/links", self._closed.is_set)
         at = listening_address(address)
         listening = [wires.listen(at) for wires in self._by_name.values()]
 
         def connect() -> None:
             size, timeout = self.world_size, self.timeout
-            self._gloo, self._descriptors = connected(own, self.rank, size, address, timeout)
+            self._gloo, self._descriptors = connected(polled, self.rank, size, address, timeout)
             if not self._closed.is_set():
                 own_address = (listening[0][0], *[port for _, port in listening])
                 self._authenticate(secret, group, own_address)
@@ -212,18 +212,18 @@ class HostLinks:
             text = f"{sender} to {receiver} by {where}"
             return digest(secret, group.encode(), text.encode())
 
-        own = plain.dumps(listening).ljust(_CARD_BYTES)
-        cards = {peer: proof(self.rank, peer) + own for peer in self.peers}
+        card = plain.dumps(listening).ljust(_CARD_BYTES)
+        cards = {peer: proof(self.rank, peer) + card for peer in self.peers}
         received = self._traded(cards, DIGEST_BYTES + _CARD_BYTES)
         addresses: dict[int, tuple[str, list[int]]] = {}
-        for peer, said in received.items():
-            if not hmac.compare_digest(said[:DIGEST_BYTES], proof(peer, self.rank)):
+        for peer, message in received.items():
+            if not hmac.compare_digest(message[:DIGEST_BYTES], proof(peer, self.rank)):
                 self._sever()
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
             if peer in self._far:
-                addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip(), len(self._by_name))
+                addresses[peer] = read_address(message[DIGEST_BYTES:].rstrip(), len(self._by_name))
         try:
             for number, (name, wires) in enumerate(self._by_name.items()):
                 known = functools.partial(proof, where=name)
@@ -236,7 +236,7 @@ class HostLinks:
 
     def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
         """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
-        bare = {peer: bytearray(said) for peer, said in messages.items()}
+        bare = {peer: bytearray(message) for peer, message in messages.items()}
         sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
         begun: list[tuple[int, Any]] = []
@@ -352,10 +352,10 @@ class HostLinks:
         try:
             self.check()
             self.send_all(Packet(ASKED), [rank])
-            said = answer.result(_ANSWER)
+            number = answer.result(_ANSWER)
         except (InterlaceError, TimeoutError, FutureTimeoutError):
             return None
-        return said - 1 if 0 < said <= self.world_size else None
+        return number - 1 if 0 < number <= self.world_size else None
 
     # -- failing and ending ----------------------------------------------------------------------
 

@@ -154,8 +154,8 @@ class FarPipe:
         else:
             some = self._memory[moved : moved + size]
         call = wire.send if self.puts else wire.recv_into
-        how = _SEND if self.puts else _RECEIVE
-        step = map(call, *((some,), (how,)) if self.puts else ((some,), (0,), (how,)))
+        flags = _SEND if self.puts else _RECEIVE
+        step = map(call, *((some,), (flags,)) if self.puts else ((some,), (0,), (flags,)))
         try:
             self._busy = True  # a message that a signal handler begins moves nothing here
             self._moved[1].extend(step)
@@ -373,14 +373,14 @@ class SpanningBoxes:
                 poll.register(number, select.POLLIN | select.POLLOUT * (peer in blocked))
         for pipe in pipes:
             if not pipe.ended:
-                what = select.POLLOUT if pipe.puts else select.POLLIN
-                wanted[number] = wanted.get(number := pipe.wire.fileno(), 0) | what
+                events = select.POLLOUT if pipe.puts else select.POLLIN
+                wanted[number] = wanted.get(number := pipe.wire.fileno(), 0) | events
                 poll.register(number, wanted[number])
         found = False
-        for number, what in poll.poll(seconds * 1e3):
+        for number, events in poll.poll(seconds * 1e3):
             if number == self._event:
                 os.eventfd_read(number)
             elif number in boxes:
                 found, box = True, boxes[number]
-                box.readable = box.readable or bool(what & ~select.POLLOUT)
+                box.readable = box.readable or bool(events & ~select.POLLOUT)
         return found

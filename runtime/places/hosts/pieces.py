@@ -74,16 +74,16 @@ class Frames:
         """The ranks to which this rank's frames go: those whose twin it is."""
         self._world_size = sum(map(len, hosts.hosts))
 
-    def trade(self, wires: Wires, own: Sequence[bytes]) -> list[bytes]:
-        """Return the messages of all ranks, by rank. ``own`` are those of this host."""
-        found = self.swap(wires, own)
+    def trade(self, wires: Wires, messages: Sequence[bytes]) -> list[bytes]:
+        """Return the messages of all ranks, by rank. ``messages`` are those of this host."""
+        found = self.swap(wires, messages)
         wires.flush()
-        return [own[0]] * self._world_size if found is None else found
+        return [messages[0]] * self._world_size if found is None else found
 
     def swap(
         self,
         wires: Wires,
-        own: Sequence[bytes],
+        messages: Sequence[bytes],
         sends: Mapping[int, Buffer] = _NOTHING,
         receives: Mapping[int, Buffer] = _NOTHING,
         route: Route = NO_ROUTE,
@@ -95,8 +95,8 @@ class Frames:
         Otherwise it returns all messages, by rank. Without a ``route``, data for ranks that get no frame is
         sent only after all messages are known to be equal.
         """
-        alike = own.count(own[0]) == len(own)
-        text = own[0] if alike else plain.dumps(list(own))
+        alike = messages.count(messages[0]) == len(messages)
+        text = messages[0] if alike else plain.dumps(list(messages))
         length, posted = -len(text) if alike else len(text), dict[int, int]()
         for peer in self.receivers:
             data = sends.get(peer, b"")
@@ -109,14 +109,14 @@ class Frames:
         heads: list[tuple[Any, ...]] = []
         same = alike
         for twin in self.twins:
-            theirs, nbytes, *who = self._taken(wires, twin, _HEAD)
+            theirs, nbytes, *where = self._taken(wires, twin, _HEAD)
             most = self._world_size * (LARGEST_MESSAGE + _AROUND)
             if not (-most <= theirs <= most and nbytes >= 0):
                 raise plain.UnreadableError(f"rank {twin} announces {theirs} and {nbytes} bytes")
-            said = bytearray(abs(theirs))
-            wires.take(twin, said)
-            same = same and theirs == length and said == text
-            heads.append((theirs, nbytes, *who, said))
+            content = bytearray(abs(theirs))
+            wires.take(twin, content)
+            same = same and theirs == length and content == text
+            heads.append((theirs, nbytes, *where, content))
         wires.flush(posted)  # so that other ranks can begin their ``meanwhile``
         if not same:
             for twin, ranks, (_, nbytes, sender, receiver, _) in zip(
@@ -127,7 +127,7 @@ class Frames:
                     for peer in ranks:
                         if sender in (ALL, peer) and peer != twin:
                             wires.drop(peer, self._taken(wires, peer, _LENGTH)[0])
-            return self._by_rank(own, heads)
+            return self._by_rank(messages, heads)
         if route == NO_ROUTE:
             self._post(wires, besides)
         meanwhile()
@@ -150,17 +150,19 @@ class Frames:
         if len(into) != nbytes:
             raise plain.UnreadableError(f"rank {peer} sends {nbytes} bytes, not {len(into)}")
 
-    def _taken(self, wires: Wires, peer: int, what: struct.Struct) -> tuple[int, ...]:
-        found = bytearray(what.size)
+    def _taken(self, wires: Wires, peer: int, layout: struct.Struct) -> tuple[int, ...]:
+        found = bytearray(layout.size)
         wires.take(peer, found)
-        return what.unpack(found)
+        return layout.unpack(found)
 
-    def _by_rank(self, own: Sequence[bytes], heads: Sequence[Sequence[Any]]) -> list[bytes]:
-        found = dict(zip(self.mine, own, strict=True))
+    def _by_rank(
+        self, own_messages: Sequence[bytes], heads: Sequence[Sequence[Any]]
+    ) -> list[bytes]:
+        found = dict(zip(self.mine, own_messages, strict=True))
         for ranks, (length, *_, text) in zip(self.others, heads, strict=True):
             one = bytes(text)
-            said = [one] * len(ranks) if length <= 0 else _messages(one, len(ranks))
-            found |= dict(zip(ranks, said, strict=True))
+            contents = [one] * len(ranks) if length <= 0 else _messages(one, len(ranks))
+            found |= dict(zip(ranks, contents, strict=True))
         return [found[rank] for rank in range(self._world_size)]
 
 
@@ -308,22 +310,22 @@ class HostsOps:
 
         Returns False if they fit together without being equal; then nothing was done.
         """
-        frames, wires, own = self.frames, self._wires, [call.message] * len(self.frames.mine)
+        frames, wires, payloads = self.frames, self._wires, [call.message] * len(self.frames.mine)
         early = call.equal_fits and call.op not in self._unlike
         try:
             (piece.near or self.local.barrier)(self._callers(call))
         except UnlikeError as unlike:
-            own, early = list(unlike.messages), False
+            payloads, early = list(unlike.messages), False
         if early:
             sends, receives = _views(piece.sends), _views(piece.receives)
-            messages = frames.swap(wires, own, sends, receives, piece.route, piece.meanwhile)
+            messages = frames.swap(wires, payloads, sends, receives, piece.route, piece.meanwhile)
         else:
-            messages = frames.swap(wires, own)
+            messages = frames.swap(wires, payloads)
         wires.flush()
         if messages is None and early:
             return True
         try:
-            call.verify(messages or own[:1] * self._place.world_size)
+            call.verify(messages or payloads[:1] * self._place.world_size)
         except Exception as error:
             raise DisagreementError(error) from None
         if messages is not None:

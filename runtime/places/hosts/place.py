@@ -165,10 +165,10 @@ class HostsPlace(CpuPlace):
         return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
-        made, left = rendezvous.reunite(self._roll, ranks, self._joined)
+        place, left = rendezvous.reunite(self._roll, ranks, self._joined)
         with contextlib.suppress(InterlaceError):
-            made.exchange(b"", "going on")  # all ranks have made it and need no old links
-        return made, left
+            place.exchange(b"", "going on")  # all ranks have made it and need no old links
+        return place, left
 
     def _joined(self, left: Sequence[int], name: str, over: Interruption) -> Place:
         """Make the place of the ranks ``left``: ranks of a host join first, by shared memory."""
@@ -235,9 +235,9 @@ class HostsPlace(CpuPlace):
         """Exchange within each host; then every rank sends its host's messages to its twins."""
         check_size(payload, self.rank, doing)
         with self.lock, self.guarded(doing):
-            own = self.group.exchange(payload, doing)
+            payloads = self.group.exchange(payload, doing)
             with self._links.moving(doing) as wires:
-                return self.frames.trade(wires, own)
+                return self.frames.trade(wires, payloads)
 
     def new_engine(self, communicator: object) -> Engine:
         return HostsEngine(self, self._links, self._mail)

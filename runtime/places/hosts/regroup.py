@@ -59,9 +59,9 @@ class Told:
 class LinkStore(Store):
     """The store of the group ``name``, which ``ranks`` make, over ``links``. Close it afterwards."""
 
-    def __init__(self, links: HostLinks, told: Told, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, links: HostLinks, messages: Told, name: str, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._links, self._told, self._group = links, told, _digest(name)
+        self._links, self._told, self._group = links, messages, _digest(name)
         self._peers = [rank for rank in ranks if rank != links.rank]
         self._closed = False
 
@@ -134,14 +134,14 @@ class HostsRoll:
             self._members = frozenset(members)
         self.tell()
 
-    def said(self, rank: int, what: int) -> int:
-        return self._rows[rank][_COLUMNS[what]]
+    def said(self, rank: int, word: int) -> int:
+        return self._rows[rank][_COLUMNS[word]]
 
-    def say(self, what: int, value: int) -> None:
+    def say(self, word: int, value: int) -> None:
         with self._lock:
             row: Any = list(self._rows[self.rank])
             row[0] += 1
-            row[_COLUMNS[what]] = value
+            row[_COLUMNS[word]] = value
             self._rows[self.rank] = tuple(row)
             self._send(self.rank)
 

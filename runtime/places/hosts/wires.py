@@ -110,8 +110,8 @@ class Wires:
                 wire.sendall(_RANK.pack(self.rank) + proof(self.rank, peer))
             self._accept(addresses.keys() - first, proof, until, over)
             for peer in first:
-                said = _exactly(self._sockets[peer], DIGEST_BYTES)
-                if not hmac.compare_digest(said, proof(peer, self.rank)):
+                signature = _exactly(self._sockets[peer], DIGEST_BYTES)
+                if not hmac.compare_digest(signature, proof(peer, self.rank)):
                     raise InterlaceError(
                         f"rank {self.rank}: who answers for rank {peer} does not know the job's secret"
                     )
@@ -148,17 +148,17 @@ class Wires:
                         strangers[wire.fileno()] = wire, bytearray()
                         poll.register(wire, select.POLLIN)
                         continue
-                    wire, said = strangers[descriptor]
+                    wire, received = strangers[descriptor]
                     with contextlib.suppress(OSError):
-                        more = wire.recv(_HELLO - len(said), socket.MSG_DONTWAIT)
-                        said += more
-                        if more and len(said) < _HELLO:
+                        more = wire.recv(_HELLO - len(received), socket.MSG_DONTWAIT)
+                        received += more
+                        if more and len(received) < _HELLO:
                             continue
                     poll.unregister(descriptor)
                     del strangers[descriptor]
-                    (peer,) = _RANK.unpack_from(said.ljust(_HELLO))
+                    (peer,) = _RANK.unpack_from(received.ljust(_HELLO))
                     known = peer in missing and hmac.compare_digest(
-                        said[_RANK.size :], proof(peer, self.rank)
+                        received[_RANK.size :], proof(peer, self.rank)
                     )
                     if known:
                         missing.discard(peer)
@@ -224,7 +224,7 @@ class Wires:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
             count -= _DROPPED
 
-    def _received(self, peer: int, views: list[memoryview], how: int) -> int:
+    def _received(self, peer: int, views: list[memoryview], flags: int) -> int:
         """Receive at least one byte into ``views``, waiting if necessary. Return the number of bytes."""
         wire = self._sockets[peer]
         try:
@@ -237,7 +237,7 @@ class Wires:
                     self._turn(peer)
             else:
                 self._wait(peer)
-                count = wire.recvmsg_into(views, 0, how)[0]
+                count = wire.recvmsg_into(views, 0, flags)[0]
         except OSError as error:
             raise WireError(peer, error) from error
         if count == 0:
@@ -280,11 +280,11 @@ class Wires:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def sever(self, how: int = socket.SHUT_RDWR) -> None:
+    def sever(self, direction: int = socket.SHUT_RDWR) -> None:
         """End all connections. Waits for one, here or at its other end, end, too."""
         for wire in list(self._sockets.values()):
             with contextlib.suppress(OSError):
-                wire.shutdown(how)
+                wire.shutdown(direction)
 
     def see_off(self, until: float) -> None:
         """Start a thread that closes the connections when the peers have received all that was sent.
@@ -344,10 +344,10 @@ def _see_off(wires: list[socket.socket], until: float) -> None:
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
     """Receive the next ``count`` bytes."""
-    said = b""
-    while len(said) < count:
-        more = wire.recv(count - len(said))
+    received = b""
+    while len(received) < count:
+        more = wire.recv(count - len(received))
         if not more:
             raise ConnectionError("closed")
-        said += more
-    return said
+        received += more
+    return received

@@ -87,11 +87,11 @@ class Record(NamedTuple):
 class Pipe:
     """One end of the ring of pieces from one rank to another. It moves one message at a time."""
 
-    def __init__(self, control: Control, boxes: "Boxes", own: int, peer: int, puts: bool) -> None:
-        ours, theirs = (_SENT, _RECEIVED) if puts else (_RECEIVED, _SENT)
-        self._ours = control.words[own], boxes.word(peer) + ours
-        self._theirs = control.words[peer], boxes.word(own) + theirs
-        owner, other = (own, peer) if puts else (peer, own)
+    def __init__(self, control: Control, boxes: "Boxes", rank: int, peer: int, puts: bool) -> None:
+        own_word, theirs = (_SENT, _RECEIVED) if puts else (_RECEIVED, _SENT)
+        self._ours = control.words[rank], boxes.word(peer) + own_word
+        self._theirs = control.words[peer], boxes.word(rank) + theirs
+        owner, other = (rank, peer) if puts else (peer, rank)
         ring = control.bases[owner] + boxes.ring(other, pieces=True)
         self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
         self.words = (ctypes.c_int64 * _PIPE)(
@@ -127,7 +127,7 @@ class Pipe:
         """Move the next piece in Python, if possible. Return whether it was moved."""
         words = self.words
         done, moved = words[_DONE], words[_MOVED]
-        (theirs, index), (ours, own_index) = self._theirs, self._ours
+        (theirs, index), (own_words, own_index) = self._theirs, self._ours
         ahead = done - theirs.acquired(index)
         if self.finished or not (ahead < self._slots if self._puts else ahead < 0):
             return False
@@ -137,7 +137,7 @@ class Pipe:
             both = (slot, memory + moved) if self._puts else (memory + moved, slot)
             ctypes.memmove(*both, size)
         words[_DONE], words[_MOVED] = done + 1, moved + size
-        ours.release(own_index, done + 1)
+        own_words.release(own_index, done + 1)
         self._ring()
         return True
 
@@ -178,8 +178,8 @@ class Boxes:
         self._watched[0] = ctypes.addressof(self._wanted)
         for at, peer in enumerate(control.peers, 1):
             self._watched[2 * at] = control.bases[peer] + 8 * (self.word(self._rank) + _PUT)
-        own = self.word(self._rank) + _PUT
-        self._puts = [(peer, control.views[peer], own) for peer in control.peers]
+        put_word = self.word(self._rank) + _PUT
+        self._puts = [(peer, control.views[peer], put_word) for peer in control.peers]
         self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
         self._move = _machine_code()
         # With more ranks than cores, sleeping is better than yielding again and again.

@@ -157,7 +157,7 @@ class HostEngine(Engine):
         ``apart``: a rank has one part for each rank, not one for all.
         """
         rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out
-        own = parts[rank if apart else 0] if parts else None
+        part = parts[rank if apart else 0] if parts else None
         limit = steps.sizes.medium if rounds.opened else SMALL_DATA
 
         def beside_message(peer: int, number: int, longest: int) -> Operand | None:
@@ -181,8 +181,8 @@ class HostEngine(Engine):
                 if source is not None:
                     large[peer] = 0
                     if target is not None:
-                        if peer == rank and own is not None:
-                            source = own[0]
+                        if peer == rank and part is not None:
+                            source = part[0]
                         doing.copy(target[0], source, target[1])
             return large
 
@@ -197,7 +197,7 @@ class HostEngine(Engine):
         if direct and self._direct.everywhere(direct):
             found = _spans(targets, addresses)
             if found[rank] is not None:
-                ((start, nbytes),) = _spans([own], addresses)
+                ((start, nbytes),) = _spans([part], addresses)
                 _memmove(found[rank][0], start, nbytes)
             self._direct.share(found, rank if apart else 0)
             return
@@ -271,7 +271,7 @@ class HostEngine(Engine):
         self, alike: bool | None, key: Key | None, tensor: torch.Tensor, op: str, here: bool
     ) -> None:
         """Do the rest of :meth:`reduce`, like :meth:`_move_anew`. ``here``: this rank needs the result."""
-        nbytes, what = tensor.nbytes, op if key is None else "sum"
+        nbytes, reduction = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
             beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
@@ -279,7 +279,7 @@ class HostEngine(Engine):
         def reduce(doing: Doing) -> None:
             if here:
                 sources = [self._data(peer, nbytes) for peer in range(self.world_size)]
-                doing.reduce(what, tensor.dtype, (0, INPUT), sources, tensor.numel())
+                doing.reduce(reduction, tensor.dtype, (0, INPUT), sources, tensor.numel())
 
         addresses = (tensor.data_ptr(),)
         if alike is None:
@@ -334,8 +334,8 @@ class HostEngine(Engine):
                 steps.begin(call, extent, where)
                 steps.meet()
                 if where[0] and self._direct.everywhere(where[0]):
-                    own = _spans(parts(), addresses)[rank]
-                    self._direct.reduce_scatter(op, own, addresses[-1], dtype)
+                    stretch = _spans(parts(), addresses)[rank]
+                    self._direct.reduce_scatter(op, stretch, addresses[-1], dtype)
                 else:
                     rounds.open()
                     key = key if op == "sum" else None
@@ -350,8 +350,8 @@ class HostEngine(Engine):
 
             def reduce(doing: Doing) -> None:
                 sources = [self._part(peer, rank, stride) for peer in range(world_size)]
-                what = "sum" if by_sum else op
-                doing.reduce(what, dtype, to, sources, output.numel())
+                reduction = "sum" if by_sum else op
+                doing.reduce(reduction, dtype, to, sources, output.numel())
 
             if alike is None:
                 alike = steps.meet(key, addresses, stage, reduce)

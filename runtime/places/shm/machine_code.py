@@ -167,7 +167,7 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
     }
     numbers = {"sixteen": 16, "one": 1, "half": 32767, "nan": 32704}
     types |= {name: each("i32", number) for name, number in numbers.items()}
-    how = "plain" if e.memory == e.type else e.name
+    conversion = "plain" if e.memory == e.type else e.name
     return _filled(
         "loop",
         lanes=lanes,
@@ -178,8 +178,8 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
         size=e.bits // 8,
         add="fadd" if real else "add",
         neutral=each(e.type, -0.0 if real else 0),
-        load=_filled(f"load {how}", **types),
-        store=_filled(f"store {how}", truth=of("i1"), **types),
+        load=_filled(f"load {conversion}", **types),
+        store=_filled(f"store {conversion}", truth=of("i1"), **types),
         v=v,
         kind=of(e.type),
     )
@@ -297,26 +297,30 @@ class Steps:
         """Store the time of the clock's last tick, in ns of the monotonic clock."""
         self._add(STAMP, (), 0, address)
 
-    def ring(self, asleep: Sequence[int], own: int = control.ANYONE) -> None:
-        """Wake the ranks that have put ``own``, or ANYONE, into these words (``processes/control.py``)."""
-        self._add(RING, asleep, len(asleep), own)
+    def ring(self, asleep: Sequence[int], caller: int = control.ANYONE) -> None:
+        """Wake ranks that have put ``caller``, or ANYONE, into these words (``processes/control.py``)."""
+        self._add(RING, asleep, len(asleep), caller)
 
     def wait(
-        self, addresses: Sequence[int], value: Operand, note: object = None, who: Sequence[int] = ()
+        self,
+        addresses: Sequence[int],
+        value: Operand,
+        note: object = None,
+        releasers: Sequence[int] = (),
     ) -> None:
         """Wait until each of these words is at least ``value``; stop with ``note`` if that takes long.
 
-        ``who``: the rank that releases each word, as it names itself in :meth:`ring`.
+        ``releasers``: the rank that releases each word, as it names itself in :meth:`ring`.
         """
         self.notes[len(self.kinds)] = note
-        listed = [*addresses, *(who or [control.ANYONE] * len(addresses))]
+        listed = [*addresses, *(releasers or [control.ANYONE] * len(addresses))]
         self._add(WAIT, listed, len(addresses), 0, value)
 
     def compare(
-        self, own: Operand, others: Sequence[int], further: Operand, nbytes: Operand
+        self, expected: Operand, addresses: Sequence[int], further: Operand, nbytes: Operand
     ) -> None:
-        """Stop if one of ``others``, each ``further`` on, has other bytes than ``own``."""
-        self._add(COMPARE, others, len(others), own, further, nbytes)
+        """Stop if one of ``addresses``, each ``further`` on, has other bytes than ``expected``."""
+        self._add(COMPARE, addresses, len(addresses), expected, further, nbytes)
 
     def sum(
         self, dtype: torch.dtype, target: Operand, sources: Sequence[Operand], count: Operand

@@ -498,10 +498,10 @@ class _Moving(MessageEnd):
         """Return the state of one wait. Unless its caller has ``bounded`` it, the op's timeout does."""
         if bounded or self._patience is None:
             kind = Kind.OF_OP if not bounded else Kind.EARLY if self.early else Kind.OF_CALLER
-            made: Patience = group.patience(kind=kind, bound=self.bound, since=self.started)
+            patience: Patience = group.patience(kind=kind, bound=self.bound, since=self.started)
             if bounded:
-                return made
-            self._patience = made
+                return patience
+            self._patience = patience
         return self._patience
 
 

@@ -102,10 +102,10 @@ class Listed(Steps):
     def meet(self) -> None:
         """Send the message, wait for all others, and compare them with this rank's own."""
         control, rank = self._control, self._rank
-        own = control.bases[rank]
-        self.store((own + HEADERS, ENTRY_AT), NUMBER, ENTRY)
-        self.stamp((own + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
-        self.release(own + 8 * SEQUENCE, (0, NUMBER))
+        base = control.bases[rank]
+        self.store((base + HEADERS, ENTRY_AT), NUMBER, ENTRY)
+        self.stamp((base + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
+        self.release(base + 8 * SEQUENCE, (0, NUMBER))
         self.ring(control.asleep, 1 + rank)
         self.wait_for(SEQUENCE, control.peers, 0, NUMBER)
         lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
@@ -202,12 +202,12 @@ class HostSteps:
             op_ranges.begin("message")
         message = call.message
         self.control, self.sequence = control, sequence = self._group.begin(message)
-        told = control.recorder.told(message)
-        self._entry = sequence, len(message), extent, *where, 0, 0, told
+        label = control.recorder.told(message)
+        self._entry = sequence, len(message), extent, *where, 0, 0, label
         steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is not None and call.equal_fits:
             return self._run(steps, addresses)
-        control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, told)
+        control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, label)
         return None
 
     def take_sizes(self, caches: Caches) -> None:

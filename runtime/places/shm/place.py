@@ -210,13 +210,13 @@ class InlineStream(Stream):
 
     def finish(self, workspace: Workspace) -> None:
         bases = workspace.buffer.addresses
-        own = bases[workspace.rank]
-        if load_acquire(own + ABORT_WORD * WORD):
+        own_base = bases[workspace.rank]
+        if load_acquire(own_base + ABORT_WORD * WORD):
             self._raise_abort(f"the end of {workspace.op}", range(workspace.world_size))
-        epoch = _epoch(own)
+        epoch = _epoch(own_base)
         credits = [base + (CREDIT_WORDS + workspace.rank) * WORD for base in bases]
         Cells(credits).store_release(epoch)
-        store_release(own + EPOCH_WORD * WORD, epoch)
+        store_release(own_base + EPOCH_WORD * WORD, epoch)
 
     def record(self) -> Event:
         return CompletedEvent()

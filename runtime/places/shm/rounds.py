@@ -110,7 +110,7 @@ class Rounds:
         """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all or ``apart``."""
         rank = self._rank
         piece, number = (self.section, rank) if apart else (self._slot_bytes, 0)
-        own = parts[number][0] if parts else 0
+        part = parts[number][0] if parts else 0
         found = [
             (peer, *target)
             for peer in (*self._around, rank)
@@ -122,7 +122,7 @@ class Rounds:
             start, offset = c * piece, number * piece
             for peer, target, total in found:
                 if (size := min(piece, total - start)) > 0:
-                    source = at(own, start) if peer == rank else self._slot(peer, c) + offset
+                    source = at(part, start) if peer == rank else self._slot(peer, c) + offset
                     steps.stream(at(target, start), source, size, past=past)
 
         stage = functools.partial(self._stage, parts, self._around if apart else [0], piece)
@@ -158,12 +158,12 @@ class Rounds:
         op: str,
     ) -> None:
         """Compute, at ``target``, the reduction of all ranks' parts for this rank."""
-        own, total = parts[self._rank]
+        part, total = parts[self._rank]
 
         def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * self.section
             if (size := min(self.section, total - start)) > 0:
-                self._reduce(steps, op, dtype, at(target, start), at(own, start), c, size)
+                self._reduce(steps, op, dtype, at(target, start), at(part, start), c, size)
 
         stage = functools.partial(self._stage, parts, self._around, self.section)
         count = -(-max(nbytes for _, nbytes in parts) // self.section)
@@ -203,7 +203,7 @@ class Rounds:
         parts: list[RingPart] = [
             ((first, message_steps.INPUT), end - first) for first, end in itertools.pairwise(edges)
         ]
-        own, total = parts[rank]
+        address, total = parts[rank]
         here = root is None or root == rank
         past_caches = tensor.nbytes >= self._steps.sizes.in_place
         key = ("reduce", tensor.nbytes, dtype, root) if op == "sum" and dtype in SUMS else None
@@ -211,7 +211,7 @@ class Rounds:
         def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * section
             if (size := min(section, total - start)) > 0:
-                part, summed = at(own, start), self._slot(rank, c) + rank * section
+                part, summed = at(address, start), self._slot(rank, c) + rank * section
                 self._reduce(steps, op, dtype, part if here else summed, part, c, size)
                 if root is None:
                     write(summed, part, size)
@@ -241,14 +241,14 @@ class Rounds:
         op: str,
         dtype: torch.dtype,
         target: Operand,
-        own: Operand,
+        section: Operand,
         c: int,
         nbytes: int,
     ) -> None:
-        """Compute ``target`` = the reduction of this rank's sections of all slots, its own from ``own``."""
+        """Compute ``target`` = the reduction of this rank's section of all slots; its own is ``section``."""
         first = self._rank * self.section
         sources: list[Operand] = [self._slot(peer, c) + first for peer in range(self._world_size)]
-        sources[self._rank] = own
+        sources[self._rank] = section
         steps.reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
 
     def _run(
@@ -269,8 +269,8 @@ class Rounds:
         name_algorithm("rings")
         if not steps.machine_code or count > MOST // self._world_size:
             key = None
-        how = f"{op} by Python" if key is None else op
-        past = steps.machine_code and self.ring_writes.past(how, count)
+        method = f"{op} by Python" if key is None else op
+        past = steps.machine_code and self.ring_writes.past(method, count)
         ahead, started = min(count, SLOTS) if meets else 0, time.perf_counter()
         if meets:
             assert stage is not None
@@ -327,7 +327,7 @@ class Rounds:
             raise RuntimeError(f"{op} failed while data moved: {error}") from error
         steps.rounds += count  # not before: ranks may not agree on an op
         if steps.machine_code:
-            self.ring_writes.took(how, count, past, time.perf_counter() - started)
+            self.ring_writes.took(method, count, past, time.perf_counter() - started)
 
 
 def cuts(count: int, world_size: int) -> list[int]:
@@ -416,18 +416,20 @@ class Direct:
                 steps.stream(address, self._address(peer) + part * nbytes, nbytes, past=past)
         self._meet()
 
-    def _reduce(self, op: str, own: Stretch, target: int, offset: int, dtype: torch.dtype) -> None:
-        """Compute ``target`` = the reduction of ``own`` and the others' data at ``offset``."""
-        address, nbytes = own
+    def _reduce(
+        self, op: str, stretch: Stretch, target: int, offset: int, dtype: torch.dtype
+    ) -> None:
+        """Compute ``target`` = the reduction of ``stretch`` and the others' data at ``offset``."""
+        address, nbytes = stretch
         sources = [
             address if rank == self._rank else self._address(rank) + offset
             for rank in range(self._world_size)
         ]
         self._steps.at_once().reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
 
-    def reduce_scatter(self, op: str, own: Stretch, target: int, dtype: torch.dtype) -> None:
-        """Compute ``target`` = the reduction of all ranks' parts for this rank; ``own`` is its own part."""
-        self._reduce(op, own, target, self._rank * own[1], dtype)
+    def reduce_scatter(self, op: str, stretch: Stretch, target: int, dtype: torch.dtype) -> None:
+        """Compute ``target`` = the reduction of all ranks' parts for this rank; ``stretch`` is its own."""
+        self._reduce(op, stretch, target, self._rank * stretch[1], dtype)
         self._meet()
 
     def reduce(self, op: str, tensor: torch.Tensor) -> None:

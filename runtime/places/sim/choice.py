@@ -61,8 +61,8 @@ def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
 
 
 def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
-    made: Programs = laboratory("machine.compiled").CompiledPrograms(arch, rewrite)
-    return made
+    programs: Programs = laboratory("machine.compiled").CompiledPrograms(arch, rewrite)
+    return programs
 
 
 @contextmanager
@@ -94,12 +94,12 @@ def _by_need(
     first = arch_for(found)
     for arch in [each for each in arches if each >= first] or arches:
         try:
-            made = _compiled(arch)(launch, hooks)
+            programs = _compiled(arch)(launch, hooks)
         except (InterlaceError, TypeError, ValueError) as error:
             errors.setdefault(str(error), error)
             continue
         used.add(arch)
-        return made
+        return programs
     raise InlineAssemblyError(
         f"{launch.name}: {reason}, so its compiled code must be run, but that failed: {'; '.join(errors)}"
     ) from next(iter(errors.values()))

@@ -226,8 +226,8 @@ class SimStream(Stream):
         self, label: str, item: Callable[[], object], copied_to: torch.Tensor | None = None
     ) -> None:
         where = line_of(user_frame(sys._getframe(1)) if self._scheduler.observed else None)
-        told = SourceText(f"{label}, enqueued at {where}" if where else label, where.frames)
-        self._items.append((told, label, item, copied_to))
+        source = SourceText(f"{label}, enqueued at {where}" if where else label, where.frames)
+        self._items.append((source, label, item, copied_to))
         if not self._busy:
             self._busy = True
             self._scheduler.spawn(
@@ -244,12 +244,12 @@ class SimStream(Stream):
         self._busy = False
 
     def _block(
-        self, ready: Callable[[], bool], what: str, values: Callable[[], tuple[int, int]] | None
+        self, ready: Callable[[], bool], reason: str, values: Callable[[], tuple[int, int]] | None
     ) -> None:
         def describe() -> BlockedWait:
             seen, expected = (None, None) if values is None else values()
             rank, lane = self._place.global_rank, f"stream {self._name}"
-            return BlockedWait(rank, lane, what, seen, expected)
+            return BlockedWait(rank, lane, reason, seen, expected)
 
         if not ready():
             self._scheduler.block(ready, describe)
@@ -319,12 +319,14 @@ class SimStream(Stream):
         slot.numpy()[0] = epoch
         self._observer.on_signal(self._scheduler.current, slot, op)
 
-    def _wait_signals(self, slots: torch.Tensor, epoch: int, what: Callable[[Any], str]) -> None:
+    def _wait_signals(
+        self, slots: torch.Tensor, epoch: int, describe: Callable[[Any], str]
+    ) -> None:
         """Hold this stream until all ``slots`` are at least ``epoch``, as ``wait_kernel`` does."""
         seen = slots.numpy()
         if int(seen.min()) < epoch:
             self._block(
-                lambda: int(seen.min()) >= epoch, what(seen), lambda: (int(seen.min()), epoch)
+                lambda: int(seen.min()) >= epoch, describe(seen), lambda: (int(seen.min()), epoch)
             )
         self._observer.on_signals_seen(self._scheduler.current, slots)
 
@@ -382,10 +384,10 @@ class SimPlace(Place):
         self._barriers = 0
         self._mail_stream: Stream | None = None
 
-    def _waiting(self, what: Callable[[], str]) -> Callable[[], BlockedWait]:
+    def _waiting(self, describe: Callable[[], str]) -> Callable[[], BlockedWait]:
         """Return a function that describes a wait of the user task for ``what()``."""
         task = self._scheduler.current
-        return lambda: BlockedWait(self.global_rank, "user code", what(), where=user_line(task))
+        return lambda: BlockedWait(self.global_rank, "user code", describe(), where=user_line(task))
 
     def _meet(self, box: Mapping[int, object], doing: str) -> None:
         """Block the user task until every rank has put a value into ``box``."""
@@ -473,9 +475,9 @@ class SimPlace(Place):
                 self._group.observed.append(whole)  # kept: an address means one thing in one run
             owner = np.frombuffer(whole.data, np.uint8)  # ends with its last view
             part = owner[RED_ZONE : RED_ZONE + size]
-            what = "signal pad" if index else "symmetric buffer"
+            kind = "signal pad" if index else "symmetric buffer"
             known = self._scheduler.memory
-            allocation = known.add(self.global_rank, part.ctypes.data, size, what)
+            allocation = known.add(self.global_rank, part.ctypes.data, size, kind)
             weakref.finalize(owner, allocation.free).atexit = False
             self._observer.on_allocate(self.global_rank, torch.from_numpy(part), allocation.name)
             parts.append(part)
@@ -587,8 +589,8 @@ def run_sim(
     With ``arch``, 80 for sm_80, kernels are compiled for that architecture, and their PTX is run.
     """
     if scheduler is None:
-        made = programs(arch)
-        scheduler = Scheduler(seed, timeout=timeout, observer=recording.current(), programs=made)
+        factory = programs(arch)
+        scheduler = Scheduler(seed, timeout=timeout, observer=recording.current(), programs=factory)
     world = SimWorld(scheduler)
     results: list[object] = [None] * world_size
     members = tuple(range(world_size))

@@ -85,16 +85,16 @@ def _found(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object
         if id(each) in cells:
             continue
         kind = each if isinstance(each, (type, FunctionType)) else type(each)
-        own = (each.__name__ if isinstance(each, ModuleType) else kind.__module__) in names
-        if isinstance(each, FunctionType) and own:
+        is_users = (each.__name__ if isinstance(each, ModuleType) else kind.__module__) in names
+        if isinstance(each, FunctionType) and is_users:
             waiting += [each.__defaults__, each.__kwdefaults__, vars(each)]
         elif isinstance(each, tuple):
             waiting += each
-        elif isinstance(each, _CONTAINERS) or (isinstance(each, (type, ModuleType)) and own):
+        elif isinstance(each, _CONTAINERS) or (isinstance(each, (type, ModuleType)) and is_users):
             cells[id(each)] = each
             content = _content(each)
             waiting += content.values() if isinstance(content, dict) else content
-        elif own and hasattr(each, "__dict__"):
+        elif is_users and hasattr(each, "__dict__"):
             waiting.append(vars(each))
     return [cell for cell in cells.values() if cell is not None]
 
@@ -199,8 +199,8 @@ class UserStream(SimStream):
             if not until(int(seen[0])):
                 memory, address = self._scheduler.memory, word.data_ptr()
                 memory.of_number(address, self.rank)  # this may find its tensor
-                what = f"a value at {memory.name(address)}"
-                self._block(lambda: until(int(seen[0])), what, lambda: (int(seen[0]), value))
+                awaited = f"a value at {memory.name(address)}"
+                self._block(lambda: until(int(seen[0])), awaited, lambda: (int(seen[0]), value))
             self._observer.on_signals_seen(self._scheduler.current, word)
 
         self._enqueue(f"wait for the value {value}", item)
@@ -256,8 +256,8 @@ class UserStreams:
 
     def current(self) -> UserStream | None:
         """Return the stream on which running user code enqueues; None outside of user code."""
-        mine = self.mine()
-        return (_current.get() or mine[0]) if mine else None
+        streams = self.mine()
+        return (_current.get() or streams[0]) if streams else None
 
 
 @contextmanager
@@ -377,8 +377,8 @@ def _written(func: OpOverload) -> tuple[str, ...]:
 
 def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
     """Return the result of an op that returns its arguments."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    found = [given[name] for name in written]
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    found = [arguments[name] for name in written]
     if not func._schema.returns:
         return None
     return found[0] if len(func._schema.returns) == 1 else tuple(found)
@@ -386,11 +386,14 @@ def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], 
 
 def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None] | None:
     """Return the op's results, allocated, and their source if it is not the op; None if it has to run."""
-    tags, given = func.tags, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tags, operands = (
+        func.tags,
+        [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)],
+    )
     writes = any(a.alias_info is not None for a in func._schema.arguments)
-    if writes or any(t.layout != torch.strided for t in given):
+    if writes or any(t.layout != torch.strided for t in operands):
         return None
-    if not given or torch.Tag.nondeterministic_seeded in tags:
+    if not operands or torch.Tag.nondeterministic_seeded in tags:
         now = func(*args, **kwargs)  # a constant, or numbers that the host draws
         return tree_map_only(torch.Tensor, torch.empty_like, now), lambda: now
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:

@@ -187,7 +187,7 @@ def test_a_wait_sleeps_until_it_is_rung_for() -> None:
     memory = torch.zeros(2 * BELL // 8, dtype=torch.int64)
     word, addresses = words(0)
     made = Steps()
-    made.wait(addresses, 1, who=[7])
+    made.wait(addresses, 1, releasers=[7])
     until = ctypes.c_int64(1 << 62)
     made.complete(spin=False, crowd=(1, 1, ctypes.addressof(until)), asleep=memory.data_ptr())
     thread = threading.Thread(target=made.run, args=(0,))

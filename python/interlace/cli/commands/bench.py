@@ -238,15 +238,15 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
 
 def world_size_of(options: Any) -> int:
     """Return the number of ranks. Raise ValueError if it is not possible."""
-    given = options.world_size
+    asked = options.world_size
     if under_torchrun():
         actual = int(os.environ["WORLD_SIZE"])
-        if given is not None and given != actual:
-            raise ValueError(f"--world-size {given}: torchrun has started {actual} ranks")
+        if asked is not None and asked != actual:
+            raise ValueError(f"--world-size {asked}: torchrun has started {actual} ranks")
         return actual
-    if given is not None and not 1 <= given <= MOST_RANKS:
-        raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {given}")
-    return given or 2
+    if asked is not None and not 1 <= asked <= MOST_RANKS:
+        raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {asked}")
+    return asked or 2
 
 
 def _algorithms(options: BenchOptions) -> tuple[str, ...]:
@@ -284,10 +284,10 @@ def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
 
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     """Return the sizes, as fields of a request."""
-    given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
+    texts = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
     kind = OPS.get(options.target)  # None for the user's own kernel
     lists = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         option = "--sizes" if name == "nbytes" else f"--{name}"
         if kind is not None and name in kind.sizes and text is None:
             text = kind.defaults.get(name, DEFAULT_SHAPE)
@@ -308,13 +308,13 @@ def render(console: Any, options: BenchOptions, results: Sequence[SizeResult]) -
     for note in notes(results):
         write(console, note, "dim")
     for result in results:
-        for said in filter(None, [result.failed, *(row.said for row in result.rows)]):
-            write(console, f"{result.label}: {said}", "red")
+        for message in filter(None, [result.failed, *(row.said for row in result.rows)]):
+            write(console, f"{result.label}: {message}", "red")
     wrong = sorted({row.name for r in results for row in r.rows if row.right is False})
     failed = any(result.failed for result in results)
     if wrong or failed:
-        what = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
-        write(console, f"WRONG results: {what}.", "red")
+        names = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
+        write(console, f"WRONG results: {names}.", "red")
     elif any(row.right is None and row.role != PART for r in results for row in r.rows):
         console.print("Not checked: there is no reference to compare with.")
     else:
@@ -527,7 +527,7 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
         for number, request in enumerate(requests):
             progress.begin(number, _text(request))
             ticks = progress.on_ranks(apart=place == "shm")
-            with ticks as tick, _wrong(request) as said:
+            with ticks as tick, _wrong(request) as problems:
                 found = interlace.run(
                     measure,
                     world_size,
@@ -536,7 +536,7 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
                     place=place,
                     timeout=options.timeout,
                 )
-            results.append(SizeResult(None, said[0]) if said else SizeResult(found[0]))
+            results.append(SizeResult(None, problems[0]) if problems else SizeResult(found[0]))
     return results
 
 
@@ -558,10 +558,10 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
             with Progress("bench", len(requests), shown=rank == 0) as progress:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
-                    with _wrong(request, rank) as said:
+                    with _wrong(request, rank) as problems:
                         results.append(SizeResult(measure(request, progress.at)))
-                    if said:  # the other ranks may be anywhere in the block
-                        return [*results, SizeResult(None, f"rank {rank}: {said[0]}")]
+                    if problems:  # the other ranks may be anywhere in the block
+                        return [*results, SizeResult(None, f"rank {rank}: {problems[0]}")]
         finally:
             interlace.shutdown()
     return results
@@ -573,14 +573,14 @@ def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]
 
     Any other exception becomes a RankError with its traceback. ``rank``: the rank of this process, or None.
     """
-    said: list[str] = []
+    problems: list[str] = []
     try:
-        yield said
+        yield problems
     except Exception as error:
         if not request.own:
             raise
         if isinstance(error, AssertionError):
-            said.append(str(error).splitlines()[0] if str(error) else "AssertionError")
+            problems.append(str(error).splitlines()[0] if str(error) else "AssertionError")
             return
         if rank is not None:
             raise rank_error(rank, error, users_traceback(error)) from error

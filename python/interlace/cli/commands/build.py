@@ -218,26 +218,26 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
     return 1 if failed else 0
 
 
-def _bundle(console: Any, op: str, given: BuildOptions) -> int:
+def _bundle(console: Any, op: str, options: BuildOptions) -> int:
     """Build one op into ``out``; return 1 and write nothing if a kernel is faulty."""
-    if given.out is None:
+    if options.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
     for name in ("kernel", "full"):
-        if getattr(given, name):
+        if getattr(options, name):
             raise ValueError(f"--{name} is not for --op, which builds all kernels of its op")
-    refuse_no_folder("--out", given.out)
-    arches = tuple(dict.fromkeys(given.arch or ARCHES))
-    target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
+    refuse_no_folder("--out", options.out)
+    arches = tuple(dict.fromkeys(options.arch or ARCHES))
+    target = BundleTarget(op, _options(options), arches, pathlib.Path(options.out))
     with counted() as begin:
         reports = build_bundles([target], on_report=begin("compiling", len(target.entries())))
-    code = show(console, reports, given.json)
-    if not given.json and not code:
-        consoles.write(console, f"Written to {given.out}. Its {LOADER} launches without Triton.")
+    code = show(console, reports, options.json)
+    if not options.json and not code:
+        consoles.write(console, f"Written to {options.out}. Its {LOADER} launches without Triton.")
     return code
 
 
-def _options(given: BuildOptions) -> KernelOptions:
-    chosen: dict[str, Any] = {name: getattr(given, name) for name in _OF_ONE_OP if name != "out"}
+def _options(options: BuildOptions) -> KernelOptions:
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in _OF_ONE_OP if name != "out"}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if "dtype" in chosen:
         named = {**_DTYPES, **{short: short for short in _DTYPES.values()}}
@@ -246,7 +246,7 @@ def _options(given: BuildOptions) -> KernelOptions:
                 f"--dtype must be one of {', '.join(_DTYPES)}, got {chosen['dtype']!r}"
             )
         chosen["dtype"] = named[chosen["dtype"]]
-    if "format" in chosen and "format" in OPS[str(given.op)].options:
+    if "format" in chosen and "format" in OPS[str(options.op)].options:
         chosen.setdefault("weight", "nk")  # columns of a block-scaled weight are packed
     if chosen.get("bias") == "none":
         chosen["bias"] = ""

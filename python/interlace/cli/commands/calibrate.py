@@ -166,10 +166,10 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: A
     dist.init_process_group(backend)
     try:
 
-        def of_all(mine: Any) -> list[Any]:
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, mine)
-            return every
+        def of_all(value: Any) -> list[Any]:
+            values: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(values, value)
+            return values
 
         found = _without_noise(  # fits the times of all ranks, so that all see the same noise
             lambda number: of_all(measuring.on_rank(request, lambda done, total: None)),

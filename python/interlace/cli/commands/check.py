@@ -202,8 +202,8 @@ class DenseCase(CheckCase):
         return output
 
     def expected(self, seed: int) -> list[reference.Bounded]:
-        every = (self._inputs(seed, rank) for rank in range(self.world_size))
-        inputs, weights = zip(*every, strict=True)
+        operands = (self._inputs(seed, rank) for rank in range(self.world_size))
+        inputs, weights = zip(*operands, strict=True)
         dtype, bias = DTYPES[self.dtype], self._bias(seed)
         reduce_op = self.arguments.get("reduce_op", "sum")
         if self.op == "all_gather_matmul":
@@ -249,8 +249,8 @@ def _kernels(
     if op == "matmul_all_reduce" and algorithm == "fused":
         large = sizes[0] * sizes[1] * DTYPES[dtype].itemsize > ONE_SHOT_BYTES
         op = "matmul_reduce_scatter" if large else op
-    own = tuple(BY_NAME[op].algorithms[algorithm])
-    return own if own or algorithm == "unfused" else of_streams
+    of_op = tuple(BY_NAME[op].algorithms[algorithm])
+    return of_op if of_op or algorithm == "unfused" else of_streams
 
 
 def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
@@ -264,9 +264,9 @@ def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
 def signals(world_size: int) -> Iterator[CheckCase]:
     """Yield a copy whose arrival a kernel signals, as if the driver had no words of streams."""
     about = "all_gather", "copy, signals by kernels", world_size, (14336,), "bf16"
-    how = {"algorithm": "copy"}
+    options = {"algorithm": "copy"}
     kernels = "publish_kernel", "wait_kernel", *OF_STREAMS
-    yield DenseCase(*about, kernels, by_kernels=True, arguments=how)
+    yield DenseCase(*about, kernels, by_kernels=True, arguments=options)
 
 
 def dense(device: str, world_size: int) -> Iterator[CheckCase]:
@@ -422,15 +422,15 @@ _BRANCHES = (
 def branches(device: str, world_size: int) -> Iterator[CheckCase]:
     """Yield cases of branches in kernels; the tiles of heads depend on size and dtype."""
     on_gpu = device == "cuda"
-    for op, what, settings, sizes in _BRANCHES:
+    for op, branch, settings, sizes in _BRANCHES:
         algorithm, kernels = next(iter(_ROWS[op].algorithms.items()))
         heads = (("key_heads", 2),) if op in _HEADS_OF else ()
-        tiles = what.startswith("heads") and on_gpu
+        tiles = branch.startswith("heads") and on_gpu
         for dtype in ("bf16", "fp32") if tiles else ("bf16",):
             yield RowsCase(
-                *(op, f"{algorithm}, {what}", world_size, (sizes or _ROWS[op].sizes)[on_gpu]),
+                *(op, f"{algorithm}, {branch}", world_size, (sizes or _ROWS[op].sizes)[on_gpu]),
                 *(dtype, kernels),
-                branch=what,
+                branch=branch,
                 settings=(*heads, *settings.items()),
             )
 
@@ -460,12 +460,12 @@ class ScaledCase(CheckCase):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return input, weight and scales. The weight is contiguous along K, and equal if ranks gather."""
         (m, n, k), gathers = self.sizes, self.op == GATHER
-        own = torch.Generator().manual_seed(1000 * seed + rank)
+        of_rank = torch.Generator().manual_seed(1000 * seed + rank)
         of_weight = torch.Generator().manual_seed(1000 * seed + (99 if gathers else 50 + rank))
         rows = m // self.world_size if gathers else m
-        input = torch.randint(-3, 4, (rows, k), generator=own)
+        input = torch.randint(-3, 4, (rows, k), generator=of_rank)
         weight = torch.randint(-3, 4, (n, k), generator=of_weight)
-        scales = torch.rand(rows, 1, generator=own), torch.rand(1, n, generator=of_weight)
+        scales = torch.rand(rows, 1, generator=of_rank), torch.rand(1, n, generator=of_weight)
         fp8 = (each.to(torch.float8_e4m3fn) for each in (input, weight))
         input, weight = fp8
         return input, weight.t(), scales[0] + 0.5, scales[1] + 0.5
@@ -478,8 +478,8 @@ class ScaledCase(CheckCase):
         return functional.wait(output).cpu()
 
     def expected(self, seed: int) -> list[reference.Bounded]:
-        every = [self._operands(seed, rank) for rank in range(self.world_size)]
-        products = [reference.scaled_matmul(*operands) for operands in every]
+        operands_of = [self._operands(seed, rank) for rank in range(self.world_size)]
+        products = [reference.scaled_matmul(*operands) for operands in operands_of]
         if self.op == GATHER:
             value, bound = (torch.cat(each) for each in zip(*products, strict=True))
             return self._on_all(value, reference.rounded(bound, value, OUTPUT))
@@ -647,8 +647,8 @@ def check(console: Any, options: CheckOptions) -> int:
             "check --device cuda needs a CUDA device, and torch sees none; use --device cpu"
         )
     has_roles = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    every = cases(device, has_roles=has_roles)
-    chosen = [case for case in every if not ranks or case.world_size in ranks]
+    all_cases = cases(device, has_roles=has_roles)
+    chosen = [case for case in all_cases if not ranks or case.world_size in ranks]
     if not chosen:
         raise ValueError(f"ranks: check --device {device} has no cases on {sorted(ranks)} ranks")
     verdicts: list[Verdict] = []

@@ -52,8 +52,8 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
     place("sim", missing, "ranks are simulated in this process")
 
     missing = [
-        f"{what}: {_reason(host[fact])}"
-        for fact, what in (
+        f"{subject}: {_reason(host[fact])}"
+        for fact, subject in (
             ("sealed_memfd", "no sealed memfd"),
             ("pidfd_open", "no pidfd"),
             ("pass_descriptors", "descriptors cannot be passed"),
@@ -100,10 +100,10 @@ def try_places(facts: MachineFacts) -> None:
     for name, verdict in facts["places"].items():
         if verdict["works"]:
             if name in PLACES:
-                verdict["works"], said = _tried(name, facts["triton"]["interpreted"])
+                verdict["works"], message = _tried(name, facts["triton"]["interpreted"])
             else:
-                said = "not tried, because it needs torchrun"
-            verdict["why"] = f"{said}; {verdict['why']}"
+                message = "not tried, because it needs torchrun"
+            verdict["why"] = f"{message}; {verdict['why']}"
 
 
 def _tried(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
@@ -123,12 +123,12 @@ def _tried(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
 
 def _one_op(kernels: bool) -> float:
     """Return SUM, computed by a fused kernel or by a collective without a kernel."""
-    mine = torch.full((2, 4), 1.0 + interlace.get_rank(), device=interlace.device())
+    part = torch.full((2, 4), 1.0 + interlace.get_rank(), device=interlace.device())
     if kernels:
-        weight = torch.ones(4, 2, device=mine.device)
-        return float(interlace.all_gather_matmul(mine, weight, algorithm="fused").sum())
-    interlace.all_reduce(mine)
-    return float(mine.sum() * 2)
+        weight = torch.ones(4, 2, device=part.device)
+        return float(interlace.all_gather_matmul(part, weight, algorithm="fused").sum())
+    interlace.all_reduce(part)
+    return float(part.sum() * 2)
 
 
 def doctor(console: Any, options: DoctorOptions) -> int:

@@ -151,7 +151,7 @@ def _below(pid: int) -> list[int]:
 def _of_processes(pid: int) -> Iterator[RankRecord]:
     """Yield the records of ``pid``, or of its first descendant with one, and of its peers on this host."""
     try:
-        own = list(_segments(pid))
+        segments = list(_segments(pid))
     except FileNotFoundError:
         raise ValueError(f"there is no process {pid}, and no file of that name") from None
     except PermissionError:
@@ -164,17 +164,17 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
             why += "CAP_SYS_PTRACE, may read its record; run inspect as that user, or by sudo"
         raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
     for rank in (
-        [] if own else _below(pid)
+        [] if segments else _below(pid)
     ):  # for torchrun, or for a script that called interlace.run
         with contextlib.suppress(OSError):
-            own = own or list(_segments(rank))
-    if not own:
+            segments = segments or list(_segments(rank))
+    if not segments:
         raise ValueError(
             f"process {pid} and the processes that it started are in no group of interlace"
         )
-    nonces = {identity.nonce for identity, _ in own}
-    yield from (record for _, record in own)
-    for other in sorted({other for _, record in own for other in record.pids}):
+    nonces = {identity.nonce for identity, _ in segments}
+    yield from (record for _, record in segments)
+    for other in sorted({other for _, record in segments for other in record.pids}):
         try:
             yield from (r for identity, r in _segments(other) if identity.nonce in nonces)
         except OSError:  # it has ended, or its number belongs to another user now

@@ -147,8 +147,8 @@ class TorchBlocks:
             found = self._partials[source] = []
             for rows, mask, causal, key, value in self._seen(source, packed):
                 query = self._query[:, :, rows]
-                made = attended(query, key, value, mask, causal, self._problem.scale)
-                found.append((rows, *made))
+                result = attended(query, key, value, mask, causal, self._problem.scale)
+                found.append((rows, *result))
 
         self._call(run, f"attention to keys of rank {source}")
 
@@ -186,8 +186,8 @@ class TorchBlocks:
 
     def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
         parts = self._by_source(source, packed), self._by_source(source, contribution)
-        for (each, keys), (_, made) in zip(*parts, strict=True):
-            self._differentiate(each, keys, made)
+        for (each, keys), (_, sums) in zip(*parts, strict=True):
+            self._differentiate(each, keys, sums)
 
     def _differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
         def run() -> None:
@@ -200,8 +200,8 @@ class TorchBlocks:
                 query, scale = self._query[:, :, rows], self._problem.scale
                 grads = differentiated(query, key, value, of, delta, mask, causal, scale)
                 of_query.append((rows, grads[0]))
-                for total, made in zip(sums, grads[1:], strict=True):
-                    of_keys = self._of_key_heads(made, self._problem.key.shape[2])
+                for total, grad in zip(sums, grads[1:], strict=True):
+                    of_keys = self._of_key_heads(grad, self._problem.key.shape[2])
                     total.add(slice(0, key.shape[2]), of_keys)
             for total in sums:
                 total.end()
@@ -267,11 +267,11 @@ def differentiated(
     if query.is_cpu and delta is None:
         added = None if mask is None else _added(mask, query.dtype)
         padded = _of_one_size(grad, query, key, value, out)
-        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *padded, lse, 0.0, causal, attn_mask=added, scale=scale
         )
         of_query, of_key, of_value = (
-            each[..., : of.shape[-1]] for each, of in zip(made, (query, key, value), strict=True)
+            each[..., : of.shape[-1]] for each, of in zip(grads, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
     delta = (grad * out).sum(-1) if delta is None else delta
@@ -411,8 +411,8 @@ class KernelBlocks:
 
     def _keys(self, packed: Tensor, source: int | None) -> tuple[dict[str, object], int]:
         """Return arguments, and how many parts there are."""
-        every = len(self.sources)
-        part = (every, every) if source is None else (self.sources.index(source), 1)
+        count = len(self.sources)
+        part = (count, count) if source is None else (self.sources.index(source), 1)
         parts = TablePart(self._parts, *part)
         return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
@@ -477,9 +477,9 @@ class KernelBlocks:
             "TILES": self.tiles,
         }
         if self.query_tiles * count:
-            own = {**arguments, "partials": self._of_query}
+            values = {**arguments, "partials": self._of_query}
             kernel = backward.attention_queries_backward_kernel
-            self._launch(kernel, (self.query_tiles, count), own)
+            self._launch(kernel, (self.query_tiles, count), values)
         longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
         # here a program keeps keys and loops over queries, so the two tile sizes are exchanged
         turned = self.tiles._replace(BLOCK_M=self.tiles.BLOCK_N, BLOCK_N=self.tiles.BLOCK_M)
@@ -516,14 +516,14 @@ def blocks_of(
     ``shape``: the query's, if it has not arrived; ``begin`` passes it later.
     """
     of = problem.query.shape if shape is None else shape
-    made: Blocks = (
+    blocks: Blocks = (
         TorchBlocks(problem, of)
         if configuration is None
         else KernelBlocks(problem, of, configuration)
     )
     if shape is None:
-        made.begin(problem.query)
-    return made
+        blocks.begin(problem.query)
+    return blocks
 
 
 def differentiate_all(

@@ -143,24 +143,24 @@ def _require_heads(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def checked(
-    communicator: Communicator, given: AttentionArguments | AttentionBackwardArguments
+    communicator: Communicator, record: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
-    checked_options(given)
-    named = (("q", given.query), ("k", given.key), ("v", given.value))
+    checked_options(record)
+    named = (("q", record.query), ("k", record.key), ("v", record.value))
     query, key, value = (checks.tensor(name, each, communicator) for name, each in named)
-    documents = given.cu_seqlens
+    documents = record.cu_seqlens
     if documents is not None:
         documents = checks.tensor("cu_seqlens", documents, communicator)
-    own = replace(given, query=query, key=key, value=value, cu_seqlens=documents)
-    return fitting(own, communicator.world_size)
+    checked_call = replace(record, query=query, key=key, value=value, cu_seqlens=documents)
+    return fitting(checked_call, communicator.world_size)
 
 
 def fitting(
-    given: AttentionArguments | AttentionBackwardArguments, world_size: int
+    record: AttentionArguments | AttentionBackwardArguments, world_size: int
 ) -> CheckedAttention:
     """Return the arguments if they fit together; their tensors are on the right device."""
-    layout, method, algorithm, mask = checked_options(given)
-    query, key, value = given.query, given.key, given.value
+    layout, method, algorithm, mask = checked_options(record)
+    query, key, value = record.query, record.key, record.value
     for name, each in (("q", query), ("k", key), ("v", value)):
         checks.float_dtype(name, each.dtype)
         checks.same_dtype(name, each.dtype, "q", query.dtype)
@@ -170,10 +170,10 @@ def fitting(
             f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}; "
             "all but the last dimension must be equal"
         )
-    for dim, what in ((0, layout[0]), (1, layout[1]), (3, "d")):
+    for dim, quantity in ((0, layout[0]), (1, layout[1]), (3, "d")):
         if key.shape[dim] != query.shape[dim]:
             raise ValueError(
-                f"k has {what} = {key.shape[dim]} (shape {tuple(key.shape)}), q has {what} = "
+                f"k has {quantity} = {key.shape[dim]} (shape {tuple(key.shape)}), q has {quantity} = "
                 f"{query.shape[dim]} (shape {tuple(query.shape)})"
             )
     heads, key_heads, size = query.shape[2], key.shape[2], query.shape[3]
@@ -188,7 +188,7 @@ def fitting(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
             'use "unfused" or "auto"'
         )
-    scale, documents = scale_of(given.scale, size), given.cu_seqlens
+    scale, documents = scale_of(record.scale, size), record.cu_seqlens
     if documents is not None:
         if documents.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be int32 or int64, got {documents.dtype}")
@@ -199,9 +199,9 @@ def fitting(
         if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
     query, key, value = (tokens_first(each, layout) for each in (query, key, value))
-    if given.length is not None and given.length < 0:
-        raise ValueError(f"length must be None or not negative, got {given.length}")
-    if method == HEADS and given.length is None and query.shape[0] % world_size:
+    if record.length is not None and record.length < 0:
+        raise ValueError(f"length must be None or not negative, got {record.length}")
+    if method == HEADS and record.length is None and query.shape[0] % world_size:
         raise ValueError(
             f"q has {query.shape[0]} tokens, which world size {world_size} does not divide; give length"
         )
@@ -257,11 +257,11 @@ def _agreed(
         ("cu_seqlens", documents),
     )
     ranks: Any = None
-    own: Any = rows
+    own_length: Any = rows
     if call.method == HEADS:
         ranks = tuple(range(communicator.world_size))
-        own = rows // len(ranks) if options.length is None else options.length
-    parts = communicator.parts(communicator.call_of(op, terms, (own, rows)))
+        own_length = rows // len(ranks) if options.length is None else options.length
+    parts = communicator.parts(communicator.call_of(op, terms, (own_length, rows)))
     totals = [total for _, total in parts] if ranks else ()
     shards = _shards(op, [length for length, _ in parts], options.balance, totals, documents)
     per_key = heads // call.key.shape[2] if heads else 1
@@ -351,14 +351,14 @@ def _faster(
 
 
 def prepared(
-    communicator: Communicator, given: AttentionArguments, output: Tensor, lse: Tensor
+    communicator: Communicator, record: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
     """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
-    call = checked(communicator, given)
+    call = checked(communicator, record)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, FORWARD, call, given)
-        return Outcome(None, _forward(problem, call, tokens_first(output, given.layout), lse))
+        problem = _agreed(communicator, FORWARD, call, record)
+        return Outcome(None, _forward(problem, call, tokens_first(output, record.layout), lse))
 
     return start, (), None
 
@@ -383,22 +383,22 @@ attention = internal_form(FORWARD, prepared)
 
 
 def prepared_backward(
-    communicator: Communicator, given: AttentionBackwardArguments, grads: Sequence[Tensor]
+    communicator: Communicator, record: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
     """Check the arguments on this rank; ``grads``, of query, key and value, get the results."""
-    call = checked(communicator, given)
+    call = checked(communicator, record)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, BACKWARD, call, given)
+        problem = _agreed(communicator, BACKWARD, call, record)
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
         method, algorithm, tiles = _chosen(problem, call, backward=True)
         # autograd may record the operators of a backward, but not the work on streams
-        of_output = tokens_first(given.grad.detach(), given.layout)
-        output = unit_rows(tokens_first(given.output.detach(), given.layout))
-        of_lse = None if given.lse_grad is None else given.lse_grad.detach()
-        result = AttentionResult(unit_rows(of_output), output, given.lse.detach(), of_lse)
-        of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)
+        of_output = tokens_first(record.grad.detach(), record.layout)
+        output = unit_rows(tokens_first(record.output.detach(), record.layout))
+        of_lse = None if record.lse_grad is None else record.lse_grad.detach()
+        result = AttentionResult(unit_rows(of_output), output, record.lse.detach(), of_lse)
+        of_query, of_key, of_value = (tokens_first(each, record.layout) for each in grads)
         into = of_query, of_key, of_value
         unfused = algorithm == "unfused"
         if method == "ulysses":
@@ -416,32 +416,32 @@ def prepared_backward(
 attention_backward = internal_form(BACKWARD, prepared_backward)
 
 
-def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
-    query, value = given.query, given.value
-    _require_heads("q", query, given.layout)
-    _require_heads("v", value, given.layout)
-    tokens, batches, heads, _ = tokens_first(query, given.layout).shape
+def outputs(record: AttentionArguments, size: Any) -> list[Tensor]:
+    query, value = record.query, record.value
+    _require_heads("q", query, record.layout)
+    _require_heads("v", value, record.layout)
+    tokens, batches, heads, _ = tokens_first(query, record.layout).shape
     output = query.new_empty([*query.shape[:3], value.shape[3]])
     return [output, query.new_empty([batches, heads, tokens], dtype=wide_dtype(query.dtype))]
 
 
-def backward_outputs(given: AttentionBackwardArguments, size: Any) -> list[Tensor]:
-    return [each.new_empty(each.shape) for each in (given.query, given.key, given.value)]
+def backward_outputs(record: AttentionBackwardArguments, size: Any) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in (record.query, record.key, record.value)]
 
 
-def _start(communicator: Communicator, given: AttentionArguments) -> Started:
+def _start(communicator: Communicator, record: AttentionArguments) -> Started:
     with communicator.accepting(FORWARD):
-        made = outputs(given, communicator.world_size)
-    return _started(communicator, attention, (given, *made), made)
+        tensors = outputs(record, communicator.world_size)
+    return _started(communicator, attention, (record, *tensors), tensors)
 
 
-def _start_backward(communicator: Communicator, given: AttentionBackwardArguments) -> Started:
-    made = backward_outputs(given, communicator.world_size)
-    return _started(communicator, attention_backward, (given, made), made)
+def _start_backward(communicator: Communicator, record: AttentionBackwardArguments) -> Started:
+    tensors = backward_outputs(record, communicator.world_size)
+    return _started(communicator, attention_backward, (record, tensors), tensors)
 
 
 def _started(
-    communicator: Communicator, form: Callable[..., Any], arguments: Any, made: list[Tensor]
+    communicator: Communicator, form: Callable[..., Any], arguments: Any, tensors: list[Tensor]
 ) -> Started:
     """Start asynchronously, except on a CPU, whose cores have nothing else to do meanwhile.
 
@@ -449,18 +449,18 @@ def _started(
     """
     if communicator.place.direct_access:
         form(communicator, arguments)
-        return Started(made, None)
+        return Started(tensors, None)
     work = form(communicator, arguments, async_op=True)
-    if made[0].numel():
-        return Started(made, work)
+    if tensors[0].numel():
+        return Started(tensors, work)
     work.wait()
-    return Started(made, None)
+    return Started(tensors, None)
 
 
-def _save(ctx: Any, given: AttentionArguments, output: Sequence[Tensor]) -> None:
-    ctx.options = {each.name: getattr(given, each.name) for each in fields(AttentionOptions)}
+def _save(ctx: Any, record: AttentionArguments, output: Sequence[Tensor]) -> None:
+    ctx.options = {each.name: getattr(record, each.name) for each in fields(AttentionOptions)}
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(given.query, given.key, given.value, given.cu_seqlens, *output)
+    ctx.save_for_backward(record.query, record.key, record.value, record.cu_seqlens, *output)
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -471,11 +471,11 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     if grad is None:
         grad = torch.zeros_like(output)
     output, lse = wait(output), wait(lse)
-    given = AttentionBackwardArguments(
+    record = AttentionBackwardArguments(
         grad.to(query.dtype), lse_grad, query, key, value, output, lse, cu_seqlens, **ctx.options
     )
-    made = _ops.context_parallel_attention_backward(*vars(given).values(), ctx.size, ctx.name)
-    return dict(zip(("query", "key", "value"), map(wait, made), strict=True))
+    gradients = _ops.context_parallel_attention_backward(*vars(record).values(), ctx.size, ctx.name)
+    return dict(zip(("query", "key", "value"), map(wait, gradients), strict=True))
 
 
 # -- references: one process plays all ranks --------------------------------------------------------
@@ -502,8 +502,8 @@ class _Sequence(NamedTuple):
         """Copy each rank's tokens of ``whole`` to its result ``number``."""
         rows = whole.permute(2, 0, 1, 3)
         to = [
-            tokens_first(made[number], each.layout)
-            for each, made in zip(self.ranks, self.results, strict=True)
+            tokens_first(result[number], each.layout)
+            for each, result in zip(self.ranks, self.results, strict=True)
         ]
         for place, part in zip(to, torch.split(rows, [len(each) for each in to]), strict=True):
             place.copy_(part)
@@ -544,8 +544,8 @@ def _sequences(
 
 
 def reference(ranks: Sequence[AttentionArguments], size: int) -> list[list[Tensor]]:
-    made = [outputs(each, size) for each in ranks]
-    for each in _sequences(FORWARD, ranks, made, size):
+    results = [outputs(each, size) for each in ranks]
+    for each in _sequences(FORWARD, ranks, results, size):
         tensors = each.query, each.key, each.value
         output, sums = blocks.attended(*tensors, each.mask, False, each.scale)
         each.give(0, output)
@@ -553,17 +553,17 @@ def reference(ranks: Sequence[AttentionArguments], size: int) -> list[list[Tenso
         parts = torch.split(sums, [lse.shape[2] for lse in logs], 2)
         for lse, part in zip(logs, parts, strict=True):
             lse.copy_(part)
-    return made
+    return results
 
 
 def backward_reference(
     ranks: Sequence[AttentionBackwardArguments], size: int
 ) -> list[list[Tensor]]:
-    made = [backward_outputs(each, size) for each in ranks]
-    for each in _sequences(BACKWARD, ranks, made, size):
+    results = [backward_outputs(each, size) for each in ranks]
+    for each in _sequences(BACKWARD, ranks, results, size):
         grad, output = each.whole("grad"), each.whole("output")
-        lse = torch.cat([given.lse for given in each.ranks], 2).to(grad.dtype)
-        of_lse = [given.lse_grad for given in each.ranks if given.lse_grad is not None]
+        lse = torch.cat([record.lse for record in each.ranks], 2).to(grad.dtype)
+        of_lse = [record.lse_grad for record in each.ranks if record.lse_grad is not None]
         delta = (grad * output).sum(-1) - torch.cat(of_lse, 2) if of_lse else None
         of = grad, output, lse.masked_fill(lse == -math.inf, math.inf)
         tensors = each.query, each.key, each.value
@@ -573,12 +573,12 @@ def backward_reference(
             # by the head of queries, or already by the head of keys
             by_head = whole.reshape(batches, tensors[number].shape[1], -1, tokens, dim)
             each.give(number, by_head.sum(2))
-    return made
+    return results
 
 
-def _algorithms(gathered: Sequence[str], others: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Map each method's algorithms to kernels: ``gathered`` for "all_gather fused", else ``others``."""
-    fused = {f"{method} fused": others for method in METHODS[1:]}
+def _algorithms(gathered: Sequence[str], otherwise: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Map each method's algorithms to kernels: ``gathered`` for "all_gather fused", else ``otherwise``."""
+    fused = {f"{method} fused": otherwise for method in METHODS[1:]}
     pipelined = {f"{method} pipelined": () for method in METHODS[1:]}
     return {**fused, "all_gather fused": gathered, **pipelined, "unfused": ()}
 

@@ -178,8 +178,8 @@ def own_part(
     tiles = _tiles(problem, configuration)
     pieces = formulas.pieces_of(tokens, tiles.BLOCK_N, MOST_PIECES)
     piece = formulas.piece_rows(tokens, tiles.BLOCK_N, MOST_PIECES)
-    made = query.new_empty(pieces, batches, heads, rows, value_size, dtype=torch.float32)
-    partials = Partials(made, query.new_empty(made.shape[:-1], dtype=torch.float32), rows)
+    sums = query.new_empty(pieces, batches, heads, rows, value_size, dtype=torch.float32)
+    partials = Partials(sums, query.new_empty(sums.shape[:-1], dtype=torch.float32), rows)
     arguments = {
         "keys": rows_argument(key.transpose(0, 1)),
         "value": rows_argument(value.transpose(0, 1)),
@@ -212,18 +212,18 @@ def decode_fused(
 ) -> Event:
     """Decode with kernels. ``output`` and ``lse`` are grouped by key head."""
     communicator, compute = problem.communicator, problem.communicator.compute
-    launches, mine, sums = own_part(problem, configuration)
+    launches, results, sums = own_part(problem, configuration)
     with communicator.place.launching():
         compute.wait_event(communicator.place.record_current())
         for launch in launches:
             compute.launch(launch)
-    rows, size = sums.numel(), mine.shape[-1]
+    rows, size = sums.numel(), results.shape[-1]
     width = min(kernels.DECODE_LANES, max(16, 1 << (size - 1).bit_length()))
     programs = formulas.ceil_div(rows, kernels.DECODE_LANES // width)
     programs *= formulas.ceil_div(size, width)
     if programs <= MOST_PROGRAMS and communicator.place.nodes is None:
-        own = {
-            "input_ptr": mine,
+        values = {
+            "input_ptr": results,
             "lse_ptr": sums,
             "output_ptr": output,
             "output_lse_ptr": lse,
@@ -231,57 +231,57 @@ def decode_fused(
             "VALUE_DIM": size,
             "WIDTH": width,
         }
-        return run_words(communicator, OP, kernels.decode_exchange_kernel, programs, own)
+        return run_words(communicator, OP, kernels.decode_exchange_kernel, programs, values)
     # an engine waits for the work that the caller has issued; now this is part of it
     communicator.place.hold_current(compute.record(), f"the own part of {OP}")
-    every, logs = _gathered(problem, mine, "results"), _gathered(problem, sums, "sums")
+    gathered, logs = _gathered(problem, results, "results"), _gathered(problem, sums, "sums")
     compute.call(lambda: logs.mul_(LOG2E), "sums to base 2")
-    partials = Partials(every, logs, mine.shape[2])
+    partials = Partials(gathered, logs, results.shape[2])
     compute.launch(_merge(problem, partials, output, lse, communicator.world_size, configuration))
     return compute.record()
 
 
-def _gathered(problem: DecodeProblem, mine: Tensor, what: str) -> Tensor:
-    """Gather all ranks' ``mine``, by rank."""
+def _gathered(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
+    """Gather all ranks' ``part``, by rank."""
     communicator = problem.communicator
-    every = mine.new_empty(communicator.world_size, *mine.shape)
+    gathered = part.new_empty(communicator.world_size, *part.shape)
     if communicator.world_size == 1:
-        every[0].copy_(mine)
-        return every
-    call = Call(f"{OP} of {what}", (("shape", tuple(mine.shape)), ("dtype", mine.dtype)))
-    parts = [each.view(-1) for each in every]
-    event = communicator.engine.all_gather(call, parts, mine.contiguous().view(-1))
+        gathered[0].copy_(part)
+        return gathered
+    call = Call(f"{OP} of {name}", (("shape", tuple(part.shape)), ("dtype", part.dtype)))
+    parts = [each.view(-1) for each in gathered]
+    event = communicator.engine.all_gather(call, parts, part.contiguous().view(-1))
     if event is not None:
         communicator.compute.wait_event(event)
-    return every
+    return gathered
 
 
 def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event:
     """Decode with torch, and gather the partial results."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
-    mine = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
-    sums = mine.new_full(query.shape[:-1], float("-inf"))
+    results = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
+    sums = results.new_full(query.shape[:-1], float("-inf"))
     rows = problem.row_lengths().unsqueeze(2)
     for some, tokens, masked in problem.alike() if problem.key.numel() else ():
         if not tokens:
             continue
         key, value = (problem.first(each, some, tokens) for each in (problem.key, problem.value))
-        there = torch.arange(tokens, device=query.device) < rows[some] if masked else None
-        if there is not None and problem.counts is None:
+        present = torch.arange(tokens, device=query.device) < rows[some] if masked else None
+        if present is not None and problem.counts is None:
             # an unwritten value may be NaN, and 0 times NaN is NaN
-            value = value.masked_fill(~there.any(1)[:, :, None, None], 0)
+            value = value.masked_fill(~present.any(1)[:, :, None, None], 0)
         key, value = (each.transpose(1, 2).to(wide) for each in (key, value))
-        mask = None if there is None else there[:, None]
+        mask = None if present is None else present[:, None]
         found = attended(query[some].to(wide), key, value, mask, False, problem.scale)
-        mine[some], sums[some] = found
-    every = _gathered(problem, mine.contiguous(), "results")
+        results[some], sums[some] = found
+    gathered = _gathered(problem, results.contiguous(), "results")
     logs = _gathered(problem, sums.contiguous(), "sums")
 
     def finish() -> None:
         rows = slice(0, query.shape[2])
-        parts = [(rows, *each) for each in zip(every, logs, strict=True)]
-        total = torch.empty_like(every[0])
+        parts = [(rows, *each) for each in zip(gathered, logs, strict=True)]
+        total = torch.empty_like(gathered[0])
         lse.copy_(merged(parts, total))
         output.copy_(total)
 
@@ -289,10 +289,10 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     return communicator.compute.record()
 
 
-def prepared_decode(communicator: Communicator, given: DecodeArguments) -> PreparedCall:
+def prepared_decode(communicator: Communicator, record: DecodeArguments) -> PreparedCall:
     """Check the arguments on this rank. The results are the output and the logarithms of the sums."""
-    algorithm = checks.one_of("algorithm", given.algorithm, ALGORITHMS)
-    query = checks.tensor("q", given.q, communicator)
+    algorithm = checks.one_of("algorithm", record.algorithm, ALGORITHMS)
+    query = checks.tensor("q", record.q, communicator)
     checks.float_dtype("q", query.dtype)
     if query.dim() not in (3, 4):
         raise ValueError(
@@ -301,8 +301,8 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
         )
     shape, single = tuple(query.shape), query.dim() == 3
     query = (query.unsqueeze(1) if single else query).contiguous()
-    key = checks.tensor("kv_cache[0]", given.key, communicator)
-    value = checks.tensor("kv_cache[1]", given.value, communicator)
+    key = checks.tensor("kv_cache[0]", record.key, communicator)
+    value = checks.tensor("kv_cache[1]", record.value, communicator)
     batches, _, heads, size = query.shape
     if not size:
         raise ValueError(f"q has heads of size 0 (shape {shape})")
@@ -312,12 +312,12 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
             )
-        paged = given.block_table is not None
+        paged = record.block_table is not None
         other_size = each is key and each.shape[3] != size
         if other_size or not (paged or each.shape[0] == batches):
-            what = "the size of heads" if paged else "batches and the size of heads"
+            lengths = "the size of heads" if paged else "batches and the size of heads"
             raise ValueError(
-                f"{name} has shape {tuple(each.shape)}, q has {shape}; {what} must be equal"
+                f"{name} has shape {tuple(each.shape)}, q has {shape}; {lengths} must be equal"
             )
         if each.shape[:3] != key.shape[:3]:
             raise ValueError(
@@ -336,16 +336,16 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
             f'{LARGEST_HEAD}, got {query.dtype} and {largest}; use "unfused" or "auto"'
         )
     pages = None
-    if given.block_table is not None:
-        pages = _pages(communicator, given.block_table, batches)
+    if record.block_table is not None:
+        pages = _pages(communicator, record.block_table, batches)
     most = key.shape[1] * (1 if pages is None else pages.shape[1])
-    seen = _lengths(communicator, given.lengths, query, most)
-    counts = [[most] * query.shape[1]] * batches if given.lengths is None else None
+    seen = _lengths(communicator, record.lengths, query, most)
+    counts = [[most] * query.shape[1]] * batches if record.lengths is None else None
     if seen.is_cpu:  # the host does not wait for numbers on a GPU
         counts = seen.tolist()
     if pages is not None:
         _check_pages(pages, seen, key.shape[0], key.shape[1])
-    scale = scale_of(given.scale, size)
+    scale = scale_of(record.scale, size)
     problem = DecodeProblem(communicator, query, key, value, seen, scale, pages, counts)
 
     def start() -> Outcome:
@@ -361,8 +361,8 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
         queries, world_size = query.shape[0] * query.shape[1], communicator.world_size
         named = tuning.Problem(OP, query.dtype, queries, heads, largest, world_size)
         place, grouped = communicator.place, problem.by_key_head()
-        made = grouped.new_empty(*grouped.shape[:-1], value_size)
-        lse = made.new_empty(grouped.shape[:-1], dtype=wide_dtype(query.dtype))
+        attended = grouped.new_empty(*grouped.shape[:-1], value_size)
+        lse = attended.new_empty(grouped.shape[:-1], dtype=wide_dtype(query.dtype))
         chosen = algorithm
         if algorithm == "auto":
             kernels = query.dtype in FUSED_DTYPES and largest <= LARGEST_HEAD
@@ -377,12 +377,12 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
                 rows = grouped.shape[2]
                 tiles = choose_attention(place, query.dtype, largest, rows, keys=most, decode=True)
                 tiles = tuning.measured(communicator, named, chosen).over(tiles)
-                event = decode_fused(problem, made, lse, tiles)
+                event = decode_fused(problem, attended, lse, tiles)
             else:
-                event = decode_unfused(problem, made, lse)
+                event = decode_unfused(problem, attended, lse)
         if event is not None and query.shape[1] > 1:
             place.hold_current(event, f"the end of {OP}")  # the caller's next work comes after it
-        output, sums = problem.from_key_heads(made, lse)
+        output, sums = problem.from_key_heads(attended, lse)
         return Outcome((output.squeeze(1), sums.squeeze(2)) if single else (output, sums), event)
 
     return start, (), None
@@ -406,8 +406,8 @@ def _lengths(communicator: Communicator, lengths: Any, query: Tensor, most: int)
             f"lengths must be within 0..{most}, the tokens of kv_cache, got {lengths.tolist()}"
         )
     of_tokens = lengths if lengths.dim() == 2 else lengths.unsqueeze(1).expand(batches, tokens)
-    made: Tensor = of_tokens.to(torch.int64).contiguous()
-    return made
+    counts: Tensor = of_tokens.to(torch.int64).contiguous()
+    return counts
 
 
 def _pages(communicator: Communicator, table: Any, batches: int) -> Tensor:
@@ -434,27 +434,27 @@ def _check_pages(table: Tensor, lengths: Tensor, pages: int, size: int) -> None:
 decode = internal_form(OP, prepared_decode)
 
 
-def _outputs(given: DecodeArguments, size: Any) -> list[Tensor]:
-    query = given.q
+def _outputs(record: DecodeArguments, size: Any) -> list[Tensor]:
+    query = record.q
     batches, *tokens, heads, _ = query.shape
-    output = query.new_empty([*query.shape[:-1], given.value.shape[-1]])
+    output = query.new_empty([*query.shape[:-1], record.value.shape[-1]])
     return [output, query.new_empty([batches, heads, *tokens], dtype=wide_dtype(query.dtype))]
 
 
-def _start(communicator: Communicator, given: DecodeArguments) -> Started:
+def _start(communicator: Communicator, record: DecodeArguments) -> Started:
     """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
-    made: Any = decode(communicator, (given,))
-    return Started([each.contiguous() for each in made], None)
+    results: Any = decode(communicator, (record,))
+    return Started([each.contiguous() for each in results], None)
 
 
-def _own_keys(given: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _own_keys(record: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a rank's ``[batches, heads, keys, size]``, and which keys each of ``tokens`` tokens sees."""
-    key, value, lengths = given.key, given.value, given.lengths
-    if given.block_table is not None:
+    key, value, lengths = record.key, record.value, record.lengths
+    if record.block_table is not None:
         # entries of a table beyond the sequence's length may be anything
-        pages = given.block_table.clamp(0, key.shape[0] - 1).to(torch.int64)
+        pages = record.block_table.clamp(0, key.shape[0] - 1).to(torch.int64)
         key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
-    batches, most = given.q.shape[0], key.shape[1]
+    batches, most = record.q.shape[0], key.shape[1]
     if lengths is None:
         lengths = torch.full((batches,), most, device=key.device)
     of_tokens = lengths.view(batches, -1, 1).expand(batches, tokens, 1)
@@ -466,21 +466,21 @@ def _own_keys(given: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tens
 
 
 def reference(ranks: Sequence[DecodeArguments], size: int) -> list[list[Tensor]]:
-    made, first = [_outputs(each, size) for each in ranks], ranks[0]
+    results, first = [_outputs(each, size) for each in ranks], ranks[0]
     by_rank.alike(OP, "q", [each.q for each in ranks])
     query = first.q.unsqueeze(1) if first.q.dim() == 3 else first.q
-    own = [_own_keys(each, query.shape[1]) for each in ranks]
-    key, value, seen = (torch.cat(each, 2) for each in zip(*own, strict=True))
+    keys_of = [_own_keys(each, query.shape[1]) for each in ranks]
+    key, value, seen = (torch.cat(each, 2) for each in zip(*keys_of, strict=True))
     wide, scale = wide_dtype(query.dtype), scale_of(first.scale, query.shape[3])
     query, key, value = (each.to(wide) for each in (query.transpose(1, 2), key, value))
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     sums = query.new_full(query.shape[:3], -math.inf)
     if query.numel() and key.numel():
         output, sums = attended(query, key, value, seen.unsqueeze(1), False, scale)
-    for to, lse in made:
+    for to, lse in results:
         to.copy_(output.transpose(1, 2).reshape(to.shape))
         lse.copy_(sums.reshape(lse.shape))
-    return made
+    return results
 
 
 DISTRIBUTED_DECODE = Op(
@@ -560,8 +560,8 @@ def distributed_decode(
     tensors = q, key, value, lengths, block_table
     given = DecodeArguments(*tensors, scale, algorithm)
 
-    def run(given: DecodeArguments, async_op: bool = False) -> Any:
-        return decode(communicator, (given,), (), async_op)
+    def run(record: DecodeArguments, async_op: bool = False) -> Any:
+        return decode(communicator, (record,), (), async_op)
 
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         # its backward raises: there are no gradients

@@ -63,8 +63,8 @@ def distributed_decode(
         refuse(op, group, tag, error)
     check(op, group, tag, None, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
     number(op, group, tag, "scale", scale)
-    given = (q, key, value, lengths, block_table, scale, algorithm)
-    output, lse = run(op, group, tag, *given)
+    record = (q, key, value, lengths, block_table, scale, algorithm)
+    output, lse = run(op, group, tag, *record)
     return output, lse
 
 
@@ -154,8 +154,8 @@ def all_to_all_matmul(
     """
     op = "all_to_all_matmul"
     check(op, group, tag, _ints(length), input=input, weight=weight, bias=bias)
-    given = (input, weight, bias, length, keeps(False, [weight]), algorithm)
-    return run(op, group, tag, *given)[0]  # type: ignore[no-any-return]
+    record = (input, weight, bias, length, keeps(False, [weight]), algorithm)
+    return run(op, group, tag, *record)[0]  # type: ignore[no-any-return]
 
 
 def _ints(length: Any) -> dict[str, Any]:
@@ -249,16 +249,16 @@ def context_parallel_attention(
 
 def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
     """Return the output and the logarithms of the sums. Refuse values that torch's schema would convert."""
-    given = AttentionArguments(**arguments)
-    check(FORWARD, group, tag, _ints(given.length), q=given.query, k=given.key, v=given.value)
-    if given.window is not None:
-        given.window = ints(FORWARD, group, tag, "window", given.window)
-    number(FORWARD, group, tag, "scale", given.scale)
-    if not isinstance(given.causal, int):  # a bool is an int
-        error = TypeError(f"causal must be a bool, got {given.causal!r}")
+    record = AttentionArguments(**arguments)
+    check(FORWARD, group, tag, _ints(record.length), q=record.query, k=record.key, v=record.value)
+    if record.window is not None:
+        record.window = ints(FORWARD, group, tag, "window", record.window)
+    number(FORWARD, group, tag, "scale", record.scale)
+    if not isinstance(record.causal, int):  # a bool is an int
+        error = TypeError(f"causal must be a bool, got {record.causal!r}")
         refuse(FORWARD, group, tag, error)
-    given.causal = bool(given.causal)
-    return run_record(FORWARD, group, tag, given)  # type: ignore[no-any-return]
+    record.causal = bool(record.causal)
+    return run_record(FORWARD, group, tag, record)  # type: ignore[no-any-return]
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:
@@ -374,13 +374,13 @@ def unshard_sequence(
 
     communicator = resolve(group)
     dim = _checked_dim(communicator, "unshard_sequence", tensor, dim, balance)
-    own = wait(tensor).detach().movedim(dim, 0).contiguous()
-    lengths = tuple(communicator.agree("unshard_sequence", own.shape[0]))
+    part = wait(tensor).detach().movedim(dim, 0).contiguous()
+    lengths = tuple(communicator.agree("unshard_sequence", part.shape[0]))
     shards = TokenShards(lengths, balance)
-    gathered = own.new_empty(shards.total, *own.shape[1:])
-    all_gather_v(gathered, own, lengths, group=communicator)
+    gathered = part.new_empty(shards.total, *part.shape[1:])
+    all_gather_v(gathered, part, lengths, group=communicator)
     whole = torch.empty_like(gathered)
-    whole[shards.places(range(shards.world_size), own.device)] = gathered
+    whole[shards.places(range(shards.world_size), part.device)] = gathered
     return whole.movedim(0, dim)
 
 

@@ -87,17 +87,19 @@ class FromHeadsArguments:
 HeadArguments = ToHeadsArguments | FromHeadsArguments
 
 
-def checked(communicator: Communicator, given: HeadArguments) -> HeadArguments:
+def checked(communicator: Communicator, record: HeadArguments) -> HeadArguments:
     """Return the arguments if they fit together on this rank."""
-    size, length = communicator.world_size, given.length
-    input = checks.tensor("input", given.input, communicator)
-    algorithm, _ = checks.algorithm_and_dtype(input, given)
+    size, length = communicator.world_size, record.length
+    input = checks.tensor("input", record.input, communicator)
+    algorithm, _ = checks.algorithm_and_dtype(input, record)
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     rows, inner = input.shape[0], input.shape[-1]
-    to_heads = given.op == TO_HEADS
-    weight = checks.matrix("weight", given.weight, input, inner if to_heads else None, communicator)
-    bias = checks.bias_of("bias", given.bias, (weight.shape[1],), input, communicator)
+    to_heads = record.op == TO_HEADS
+    weight = checks.matrix(
+        "weight", record.weight, input, inner if to_heads else None, communicator
+    )
+    bias = checks.bias_of("bias", record.bias, (weight.shape[1],), input, communicator)
     if to_heads:
         if weight.shape[1] % size:
             raise ValueError(
@@ -112,20 +114,20 @@ def checked(communicator: Communicator, given: HeadArguments) -> HeadArguments:
         raise ValueError(
             f"input has length {rows}, which world size {size} does not divide; give length"
         )
-    return replace(given, input=input, weight=weight, bias=bias, algorithm=algorithm)
+    return replace(record, input=input, weight=weight, bias=bias, algorithm=algorithm)
 
 
 def prepared(
     communicator: Communicator,
-    given: HeadArguments,
+    record: HeadArguments,
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
     """Prepare either op. ``output``, and ``received`` if there is one, get the results."""
-    call = checked(communicator, given)
+    call = checked(communicator, record)
 
     def start() -> Outcome:
-        op = given.op
+        op = record.op
         terms = (
             ("dtype of input", call.input.dtype),
             ("the shape of input off dimension 0", tuple(call.input.shape[1:])),
@@ -145,7 +147,7 @@ def prepared(
 
 def _lengths(op: str, parts: Sequence[tuple[int, int]]) -> list[int]:
     """Return the ranks' parts of dimension 0; each rank says its part, and the whole it expects."""
-    lengths = [own for own, _ in parts]
+    lengths = [length for length, _ in parts]
     for rank, (_, total) in enumerate(parts):
         if total != sum(lengths):
             name = "length" if op == TO_HEADS else "input"
@@ -183,12 +185,14 @@ def _launched(
         algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=False, tuned=tuned)
     checks.one_node(algorithm, communicator)
     name_algorithm(algorithm)
-    made = (ToHeads if op == TO_HEADS else FromHeads)(communicator, input, linear, rows, received)
+    exchange = (ToHeads if op == TO_HEADS else FromHeads)(
+        communicator, input, linear, rows, received
+    )
     if algorithm == "fused":
         tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
         tiles = tuning.measured(communicator, problem, algorithm).over(tiles)
-        return made.fused(tiles)
-    return made.pipelined() if algorithm == "pipelined" else made.unfused()
+        return exchange.fused(tiles)
+    return exchange.pipelined() if algorithm == "pipelined" else exchange.unfused()
 
 
 FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
@@ -196,9 +200,9 @@ FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
 
 def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
     columns = linear.weight.shape[1] // world_size
-    own = slice(rank * columns, (rank + 1) * columns)
-    bias = None if linear.bias is None else linear.bias[own]
-    return replace(linear, weight=linear.weight[:, own], bias=bias)
+    own_columns = slice(rank * columns, (rank + 1) * columns)
+    bias = None if linear.bias is None else linear.bias[own_columns]
+    return replace(linear, weight=linear.weight[:, own_columns], bias=bias)
 
 
 @dataclass(frozen=True)
@@ -240,9 +244,9 @@ class ToHeads(HeadExchangeCall):
             ("shards of heads", tuple(rows), block_m, tiles_n),
             lambda: formulas.shard_lines(rows, block_m, tiles_n),
         )
-        own = replace(linear, weight=weight[:, :columns])
+        own_linear = replace(linear, weight=weight[:, :columns])
         arguments = {
-            **operands.product(communicator, configuration, input, own, published=True),
+            **operands.product(communicator, configuration, input, own_linear, published=True),
             **operands.epilogue(linear),
             "shards_ptr": table,
         }
@@ -292,16 +296,16 @@ class ToHeads(HeadExchangeCall):
         rank, world_size = communicator.rank, communicator.world_size
         output = linear.output
         communicator.compute.wait_event(communicator.place.record_current())
-        made = output.new_empty(world_size, rows[rank], output.shape[1])
+        products = output.new_empty(world_size, rows[rank], output.shape[1])
         if world_size == 1:
-            made = output.unsqueeze(0)
+            products = output.unsqueeze(0)
         for owner in range(world_size):
-            part = replace(part_of(linear, owner, world_size), output=made[owner])
+            part = replace(part_of(linear, owner, world_size), output=products[owner])
             label = f"matmul for rank {owner}"
             operands.enqueue_product(communicator, input, part, slice(None), label)
         if world_size > 1:
             outputs = [part.view(-1) for part in torch.split(output, list(rows))]
-            inputs = [part.view(-1) for part in made]
+            inputs = [part.view(-1) for part in products]
             self.by_engine(TO_HEADS, output.shape[1], outputs, inputs)
         return communicator.compute.record()
 
@@ -351,8 +355,8 @@ class FromHeads(HeadExchangeCall):
         communicator, input, rows = self.communicator, self.input, self.rows
         rank, first = communicator.rank, sum(rows[: communicator.rank])
         for source in range(communicator.world_size):
-            own = source == rank
-            part = input[first : first + rows[rank]] if own else arrived[source]
+            is_own = source == rank
+            part = input[first : first + rows[rank]] if is_own else arrived[source]
             communicator.compute.copy(received[source], part, f"received from rank {source}")
 
     def pipelined(self) -> Event:
@@ -387,17 +391,17 @@ class FromHeads(HeadExchangeCall):
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
         communicator.compute.wait_event(communicator.place.record_current())
-        made = received
-        if made is None:
-            made = input.new_empty(world_size, rows[rank], inner)
+        rows_of_all = received
+        if rows_of_all is None:
+            rows_of_all = input.new_empty(world_size, rows[rank], inner)
         if world_size == 1:
-            communicator.compute.copy(made[0], input, "received")
+            communicator.compute.copy(rows_of_all[0], input, "received")
         else:
             inputs = [part.contiguous().view(-1) for part in torch.split(input, list(rows))]
-            outputs = [part.view(-1) for part in made]
+            outputs = [part.view(-1) for part in rows_of_all]
             self.by_engine(FROM_HEADS, inner, outputs, inputs)
-        whole = made.new_empty(rows[rank], world_size, inner)
-        communicator.compute.copy(whole, made.transpose(0, 1), "columns by rank")
+        whole = rows_of_all.new_empty(rows[rank], world_size, inner)
+        communicator.compute.copy(whole, rows_of_all.transpose(0, 1), "columns by rank")
         matrix = whole.view(rows[rank], world_size * inner)
         operands.enqueue_product(communicator, matrix, linear, slice(None), "matmul")
         return communicator.compute.record()
@@ -406,26 +410,26 @@ class FromHeads(HeadExchangeCall):
 # -- outputs and gradients -------------------------------------------------------------------------
 
 
-def _parts(given: HeadArguments) -> Any:
+def _parts(record: HeadArguments) -> Any:
     """Return the input's shape between rows and columns, if the arguments have the shapes of the op."""
-    input, length = given.input, given.length
-    check_factors(input, given.weight)
+    input, length = record.input, record.length
+    check_factors(input, record.weight)
     if isinstance(length, int) and length < 0:
         raise ValueError(f"length must be None or not negative, got {length}")
     return input.shape[1:-1]
 
 
-def _save_needs(ctx: Any, given: HeadArguments) -> None:
+def _save_needs(ctx: Any, record: HeadArguments) -> None:
     """Save which gradients are needed, and how the other op is called for them."""
-    ctx.algorithm = given.algorithm
-    ctx.shared, ctx.weighed = given.input.requires_grad, given.weight.requires_grad
-    ctx.biased = given.bias is not None and given.bias.requires_grad
+    ctx.algorithm = record.algorithm
+    ctx.shared, ctx.weighed = record.input.requires_grad, record.weight.requires_grad
+    ctx.biased = record.bias is not None and record.bias.requires_grad
 
 
-def to_heads_output(given: ToHeadsArguments, size: Any) -> Tensor:
-    between, input = _parts(given), given.input
-    rows = input.shape[0] * size if given.length is None else given.length
-    return input.new_empty([rows, *between, given.weight.shape[1] // size])
+def to_heads_output(record: ToHeadsArguments, size: Any) -> Tensor:
+    between, input = _parts(record), record.input
+    rows = input.shape[0] * size if record.length is None else record.length
+    return input.new_empty([rows, *between, record.weight.shape[1] // size])
 
 
 def _start(communicator: Communicator, given: HeadArguments) -> Started:
@@ -438,9 +442,9 @@ def _start(communicator: Communicator, given: HeadArguments) -> Started:
     return Started(made, FORMS[given.op](communicator, (given, *made), async_op=True))
 
 
-def _save_to_heads(ctx: Any, given: ToHeadsArguments, output: Tensor) -> None:
-    _save_needs(ctx, given)
-    ctx.save_for_backward(given.input, given.weight)
+def _save_to_heads(ctx: Any, record: ToHeadsArguments, output: Tensor) -> None:
+    _save_needs(ctx, record)
+    ctx.save_for_backward(record.input, record.weight)
 
 
 def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
@@ -461,21 +465,21 @@ def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     return {"input": wait(of_input), **found}
 
 
-def from_heads_outputs(given: FromHeadsArguments, size: Any) -> list[Tensor]:
+def from_heads_outputs(record: FromHeadsArguments, size: Any) -> list[Tensor]:
     """Allocate the output and, if requested, the rows from each rank, ``[ranks, own rows, k]``."""
-    between, input = _parts(given), given.input
-    rows = input.shape[0] // size if given.length is None else given.length
-    made = [input.new_empty([rows, *between, given.weight.shape[1]])]
-    if given.return_received:
-        made.append(input.new_empty([size, rows, *between, input.shape[-1]]).flatten(1, -2))
-    return made
+    between, input = _parts(record), record.input
+    rows = input.shape[0] // size if record.length is None else record.length
+    tensors = [input.new_empty([rows, *between, record.weight.shape[1]])]
+    if record.return_received:
+        tensors.append(input.new_empty([size, rows, *between, input.shape[-1]]).flatten(1, -2))
+    return tensors
 
 
-def _save_from_heads(ctx: Any, given: FromHeadsArguments, outputs: Sequence[Tensor]) -> None:
-    _save_needs(ctx, given)
-    ctx.total, ctx.shape = given.input.shape[0], outputs[0].shape[:-1]
+def _save_from_heads(ctx: Any, record: FromHeadsArguments, outputs: Sequence[Tensor]) -> None:
+    _save_needs(ctx, record)
+    ctx.total, ctx.shape = record.input.shape[0], outputs[0].shape[:-1]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(outputs[1] if given.return_received else None, given.weight)
+    ctx.save_for_backward(outputs[1] if record.return_received else None, record.weight)
 
 
 def _from_heads_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -525,8 +529,8 @@ def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[li
     outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
     shapes.divided(ranks[0].weight.shape[1], size, "dimension 1 of weight")
     wholes = [len(each) for each in outputs]
-    own = [len(each.input) for each in ranks]
-    lengths = _lengths(TO_HEADS, list(zip(own, wholes, strict=True)))
+    own_lengths = [len(each.input) for each in ranks]
+    lengths = _lengths(TO_HEADS, list(zip(own_lengths, wholes, strict=True)))
     places = [torch.split(each, lengths) for each in outputs]
     for source, (each, bias) in enumerate(zip(ranks, biases, strict=True)):
         product = each.input.new_empty([*each.input.shape[:-1], each.weight.shape[1]])
@@ -539,9 +543,9 @@ def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[li
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:
     """Multiply the ranks' parts, side by side, by the weight."""
     outputs, biases = [from_heads_outputs(each, size) for each in ranks], _alike(ranks)
-    own = [len(each[0]) for each in outputs]
+    own_lengths = [len(each[0]) for each in outputs]
     wholes = [len(each.input) for each in ranks]
-    lengths = _lengths(FROM_HEADS, list(zip(own, wholes, strict=True)))
+    lengths = _lengths(FROM_HEADS, list(zip(own_lengths, wholes, strict=True)))
     sent = [torch.split(each.input, lengths) for each in ranks]
     for rank, (output, *received) in enumerate(outputs):
         arrived = [parts[rank] for parts in sent]

@@ -59,8 +59,8 @@ class StagedKeys:
         problem, communicator = self._problem, self._problem.communicator
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         copying.wait_credits(workspace)
-        mine = self._of(workspace, rank)
-        key, value = problem.keys_and_values(mine)
+        own_keys = self._of(workspace, rank)
+        key, value = problem.keys_and_values(own_keys)
         copying.copy(key, problem.key, "stage keys")
         copying.copy(value, problem.value, "stage values")
         for reader in problem.readers():
@@ -145,10 +145,10 @@ class StagedSums:
         """Return memory for the contribution to ``source``'s keys, free when the stream reaches it."""
         return self._of(workspace, self._problem.rank, source)
 
-    def publish(self, workspace: Workspace, source: int, made: bool) -> None:
-        """Publish it if it is ``made``; called after every step of keys, also without a contribution."""
+    def publish(self, workspace: Workspace, source: int, complete: bool) -> None:
+        """Publish it if it is ``complete``; called after every step of keys, also without contribution."""
         rank = self._problem.rank
-        if made and source != rank:
+        if complete and source != rank:
             self._problem.communicator.compute.publish(workspace, source, self._slots + rank)
 
     def total(self, workspace: Workspace) -> Tensor:
@@ -206,12 +206,12 @@ class RingSums:
         self._used[step % 2] = step
         return self._of(workspace, rank, step)
 
-    def publish(self, workspace: Workspace, source: int, made: bool) -> None:
+    def publish(self, workspace: Workspace, source: int, complete: bool) -> None:
         compute, step = (
             self._problem.communicator.compute,
             (self._problem.rank - source) % self._steps,
         )
-        if made and step:
+        if complete and step:
             compute.publish(workspace, source, self._made + step)
         if step:
             self._take(workspace, step - 1)
@@ -303,8 +303,8 @@ def all_gather_attention_fused(
     blocks.begin(problem.query)
     size = max(1, formulas.ceil_div(max(lengths), configuration.chunks))
     arrivals, readers = problem.arrivals(), problem.readers()
-    every = formulas.send_lines(rank, shards.world_size, lengths, size)
-    lines = [line for line in every if line[0] in readers]
+    all_lines = formulas.send_lines(rank, shards.world_size, lengths, size)
+    lines = [line for line in all_lines if line[0] in readers]
 
     def slots_of(source: int) -> tuple[int, int]:
         """Return the first slot of the chunks of ``source``, and how many there are."""

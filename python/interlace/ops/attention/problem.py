@@ -164,8 +164,8 @@ class AttentionResult(NamedTuple):
     def delta(self) -> torch.Tensor:
         """Return fp32 or wider ``[b, h, tokens]``, which is subtracted in the gradients of scores."""
         wide = wide_dtype(self.grad.dtype)
-        made = (self.grad.to(wide) * self.output.to(wide)).sum(-1).permute(1, 2, 0)
-        return (made if self.lse_grad is None else made - self.lse_grad).contiguous()
+        sums = (self.grad.to(wide) * self.output.to(wide)).sum(-1).permute(1, 2, 0)
+        return (sums if self.lse_grad is None else sums - self.lse_grad).contiguous()
 
 
 @dataclass
@@ -212,10 +212,10 @@ class AttentionProblem:
 
     def packed(self) -> torch.Tensor:
         """Pack keys and values of this rank, as they travel."""
-        made = self.key.new_empty(self.key.shape[0], self.row_elements)
-        for to, each in zip(self.keys_and_values(made), (self.key, self.value), strict=True):
+        rows = self.key.new_empty(self.key.shape[0], self.row_elements)
+        for to, each in zip(self.keys_and_values(rows), (self.key, self.value), strict=True):
             to.copy_(each)
-        return made
+        return rows
 
     def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
         """Return ``rows`` packed keys in the workspace of ``owner``."""
@@ -259,12 +259,12 @@ class AttentionProblem:
 
     def spans(self) -> torch.Tensor:
         """Return the range of keys that each query sees."""
-        who = self.whose
+        rank = self.whose
         if self.documents is not None:
-            return self.shards.spans(who, self.mask, self.documents)
-        key = ("attention spans", self.shards, self.mask, who)
+            return self.shards.spans(rank, self.mask, self.documents)
+        key = ("attention spans", self.shards, self.mask, rank)
         table = self.communicator.table(
-            key, lambda: self.shards.spans(who, self.mask, None).tolist(), passing=True
+            key, lambda: self.shards.spans(rank, self.mask, None).tolist(), passing=True
         )
         return table.view(-1, 2) if table.numel() > 1 else table.new_empty(0, 2)
 

@@ -114,13 +114,13 @@ class ByPushes:
     """
 
     def __init__(
-        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+        self, problem: AttentionProblem, forth: Sequence[Piece], back: Sequence[Piece]
     ) -> None:
         self._problem, lengths = problem, problem.shards.lengths
         ranks, total = range(len(lengths)), problem.shards.total
         self._layout = Layout(2 * len(lengths))
         add = self._layout.add_data
-        self._there = [(each, add(max(each.nbytes(total, r) for r in ranks))) for each in there]
+        self._there = [(each, add(max(each.nbytes(total, r) for r in ranks))) for each in forth]
         self._back = [(each, add(each.nbytes(max(lengths)))) for each in back]
         self._begins = [0, *accumulate(lengths)]
 
@@ -138,11 +138,11 @@ class ByPushes:
         """Send own tokens; for each piece return packed rows: all tokens of this rank's heads."""
         communicator, rank = self._problem.communicator, self._problem.rank
         copying, total = communicator.copying, self._problem.shards.total
-        data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
+        data, own_tokens = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
         copying.wait_credits(self._workspace)
         for peer in [rank, *others(communicator)]:
             for tensors, (each, room) in zip(pieces, self._there, strict=True):
-                theirs = data(peer, room, each.shape(total, peer), each.dtype)[own]
+                theirs = data(peer, room, each.shape(total, peer), each.dtype)[own_tokens]
                 for to, tensor in zip(each.tensors(theirs, peer), tensors, strict=True):
                     if to.numel():
                         part = tensor[..., each.heads[peer], :]
@@ -159,13 +159,13 @@ class ByPushes:
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
         for peer in [*others(communicator), rank]:
-            own = slice(self._begins[peer], self._begins[peer + 1])
+            own_tokens = slice(self._begins[peer], self._begins[peer + 1])
             for tensors, (each, room) in zip(pieces, self._back, strict=True):
                 theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
                 for to, part in zip(each.tensors(theirs), tensors, strict=True):
-                    if part[own].numel():
-                        mine = to[..., each.heads[rank], :]
-                        compute.copy(mine, part[own], f"results to rank {peer}")
+                    if part[own_tokens].numel():
+                        heads_of_rank = to[..., each.heads[rank], :]
+                        compute.copy(heads_of_rank, part[own_tokens], f"results to rank {peer}")
             if peer != rank:
                 compute.publish(self._workspace, peer, len(lengths) + rank)
         wait_for_all(communicator, self._workspace, len(lengths))
@@ -179,19 +179,19 @@ class ByEngine:
     """Moves by plain collectives."""
 
     def __init__(
-        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+        self, problem: AttentionProblem, forth: Sequence[Piece], back: Sequence[Piece]
     ) -> None:
-        self._problem, self._there, self._back = problem, there, back
+        self._problem, self._there, self._back = problem, forth, back
 
     def exchange(self, step: Callable[[], None]) -> Event:
         self._problem.after_the_caller()
         step()
         return self._problem.communicator.compute.record()
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
-        communicator, op = self._problem.communicator, f"{self._problem.op} of {what}"
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> None:
+        communicator, op = self._problem.communicator, f"{self._problem.op} of {name}"
         if communicator.world_size == 1:
-            communicator.compute.copy(outputs[0], inputs[0], what)
+            communicator.compute.copy(outputs[0], inputs[0], name)
             return
         # an engine waits for the work that the caller has issued; the parts are now among it
         communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
@@ -208,8 +208,8 @@ class ByEngine:
         for number, (tensors, each) in enumerate(zip(pieces, self._there, strict=True)):
             new = tensors[0].new_empty
             sent = [new(each.shape(lengths[rank], r)) for r in range(len(lengths))]
-            for peer, (made, heads) in enumerate(zip(sent, each.heads, strict=True)):
-                for to, tensor in zip(each.tensors(made, peer), tensors, strict=True):
+            for peer, (packed, heads) in enumerate(zip(sent, each.heads, strict=True)):
+                for to, tensor in zip(each.tensors(packed, peer), tensors, strict=True):
                     copy(to, tensor[..., heads, :], "heads")
             whole.append(new(each.shape(sum(lengths), rank)))
             self._exchange(torch.split(whole[-1], list(lengths)), sent, f"heads, {number}")
@@ -227,8 +227,8 @@ class ByEngine:
             came = [new(each.shape(rows, r)) for r in range(len(lengths))]
             self._exchange(came, torch.split(dense, list(lengths)), f"tokens, {number}")
             whole.append(each.tensors(new(each.shape(rows))))
-            for peer, (made, heads) in enumerate(zip(came, each.heads, strict=True)):
-                for to, part in zip(whole[-1], each.tensors(made, peer), strict=True):
+            for peer, (packed, heads) in enumerate(zip(came, each.heads, strict=True)):
+                for to, part in zip(whole[-1], each.tensors(packed, peer), strict=True):
                     copy(to[..., heads, :], part, "tokens")
         return whole
 
@@ -263,20 +263,20 @@ def exchanged_attention(
     by_engine: bool,
 ) -> Event:
     """Run the op. Results return in the dtype of the queries, log of the sums in fp32 or wider."""
-    own, copy = HeadProblem(problem, configuration), problem.communicator.compute.copy
-    pieces = [own.queries, own.keys], [own.results, own.sums]
+    on_heads, copy = HeadProblem(problem, configuration), problem.communicator.compute.copy
+    pieces = [on_heads.queries, on_heads.keys], [on_heads.results, on_heads.sums]
     way = (ByEngine if by_engine else ByPushes)(problem, *pieces)
 
     def attend() -> None:
         rows, packed = way.to_heads([(problem.query,), (problem.key, problem.value)])
-        (query,) = own.queries.tensors(rows, problem.rank)
-        made = query.new_empty(*query.shape[:3], problem.value.shape[3])
+        (query,) = on_heads.queries.tensors(rows, problem.rank)
+        attended = query.new_empty(*query.shape[:3], problem.value.shape[3])
         sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
-        if own.blocks is not None:
-            own.blocks.begin(query)
-            own.blocks.attend(None, packed)
-            own.blocks.merge(made, sums)
-        (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
+        if on_heads.blocks is not None:
+            on_heads.blocks.begin(query)
+            on_heads.blocks.attend(None, packed)
+            on_heads.blocks.merge(attended, sums)
+        (results,), (logarithms,) = way.to_tokens([(attended,), (tokens_first(sums),)])
         copy(output, results, "results")
         copy(tokens_first(lse), logarithms, "sums")
 
@@ -291,41 +291,43 @@ def exchanged_backward(
     *,
     by_engine: bool,
 ) -> Event:
-    own, rank = HeadProblem(problem, configuration), problem.rank
+    on_heads, rank = HeadProblem(problem, configuration), problem.rank
     more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
     by_query = [result.grad, result.output, tokens_first(result.lse), *more]
     both = problem.key, problem.value
-    of_queries = [piece(own.heads.queries, each) for each in by_query]
-    of_keys = piece(own.heads.copies, *both, dtype=problem.wide)
-    pieces = [own.queries, own.keys, *of_queries], [own.queries, of_keys]
+    of_queries = [piece(on_heads.heads.queries, each) for each in by_query]
+    of_keys = piece(on_heads.heads.copies, *both, dtype=problem.wide)
+    pieces = [on_heads.queries, on_heads.keys, *of_queries], [on_heads.queries, of_keys]
     way = (ByEngine if by_engine else ByPushes)(problem, *pieces)
 
     def differentiate() -> None:
         rows, packed, *more = way.to_heads(
             [(problem.query,), both, *((each,) for each in by_query)]
         )
-        (query,) = own.queries.tensors(rows, rank)
+        (query,) = on_heads.queries.tensors(rows, rank)
         grad, output, *sums = (
             tensor
             for each, rows in zip(of_queries, more, strict=True)
             for tensor in each.tensors(rows, rank)
         )
         of_query, total = torch.empty_like(query), problem.shards.total
-        made = query.new_empty(of_keys.shape(total, rank), dtype=of_keys.dtype)
-        if own.blocks is not None:
+        of_keys_total = query.new_empty(of_keys.shape(total, rank), dtype=of_keys.dtype)
+        if on_heads.blocks is not None:
             of_heads = AttentionResult(grad, output, *map(heads_first, sums))
-            own.blocks.begin(query)
-            differentiate_all(own.own, own.blocks, packed, of_heads, of_query, made)
-        (mine,), parts = way.to_tokens([(of_query,), of_keys.tensors(made, rank)])
-        problem.communicator.compute.copy(grads[0], mine, "gradient of the query")
-        problem.give(_added(own, parts), grads[1:])
+            on_heads.blocks.begin(query)
+            differentiate_all(
+                on_heads.own, on_heads.blocks, packed, of_heads, of_query, of_keys_total
+            )
+        (of_own_query,), parts = way.to_tokens([(of_query,), of_keys.tensors(of_keys_total, rank)])
+        problem.communicator.compute.copy(grads[0], of_own_query, "gradient of the query")
+        problem.give(_added(on_heads, parts), grads[1:])
 
     return way.exchange(differentiate)
 
 
-def _added(own: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
+def _added(on_heads: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
     """Add up the gradients of the own keys, which have arrived for each head, in rank order."""
-    heads, problem = own.heads, own.problem
+    heads, problem = on_heads.heads, on_heads.problem
     total = problem.empty_total()
 
     def add_up() -> None:

@@ -28,7 +28,7 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
 
-def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence[Any]], None]:
+def _pairwise(op: str, relation: str, output: str, input: str) -> Callable[[Sequence[Any]], None]:
     """Return a check that each rank expects what the other sends; parts are (expected, sent)."""
 
     def match(parts: Sequence[Any]) -> None:
@@ -36,8 +36,8 @@ def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence
             for sender, (_, sent) in enumerate(parts):
                 if expected[sender] != sent[receiver]:
                     raise ValueError(
-                        f"{op}: {output}[{sender}] {what} {expected[sender]} on rank {receiver}, "
-                        f"{input}[{receiver}] {what} {sent[receiver]} on rank {sender}"
+                        f"{op}: {output}[{sender}] {relation} {expected[sender]} on rank {receiver}, "
+                        f"{input}[{receiver}] {relation} {sent[receiver]} on rank {sender}"
                     )
 
     return match
@@ -48,7 +48,7 @@ def _exchanged(
     call: Call,
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
-    given: Sequence[torch.Tensor],
+    record: Sequence[torch.Tensor],
 ) -> PreparedCall:
     shared = not disjoint([*inputs, *outputs])
     if shared:
@@ -57,17 +57,17 @@ def _exchanged(
 
     def start() -> Event | None:
         # peers may fill an output while others have not yet read an input in the same memory
-        made = [
+        parts = [
             contiguous(movable(each).clone().view(each.dtype) if shared else each)
             for each in inputs
         ]
         return filled(
             communicator,
             outputs,
-            lambda targets: communicator.engine.all_to_all(call, targets, made),
+            lambda targets: communicator.engine.all_to_all(call, targets, parts),
         )
 
-    return start, given, call
+    return start, record, call
 
 
 def checked_all_to_all(

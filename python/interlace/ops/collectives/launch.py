@@ -81,8 +81,8 @@ def sources(communicator: Communicator) -> list[int]:
 def stage(communicator: Communicator, workspace: Workspace, part: Staged, slot: int) -> None:
     """Put ``part`` where all peers can read it, then tell its readers: ``slot`` is ready."""
     stream = communicator.compute
-    mine = workspace.data(communicator.rank, part.offset, part.tensor.shape, part.tensor.dtype)
-    stream.copy(mine, part.tensor, "stage")
+    place = workspace.data(communicator.rank, part.offset, part.tensor.shape, part.tensor.dtype)
+    stream.copy(place, part.tensor, "stage")
     for reader in part.readers:
         stream.publish(workspace, reader, slot)
 
@@ -211,8 +211,8 @@ def enqueue_kernel(
     """An op that is one kernel, or one and ``then`` more; ``arguments``: those besides the workspace."""
 
     def body(workspace: Workspace) -> None:
-        for each, programs, given, more in ((kernel, grid, arguments, options), *then):
-            communicator.compute.launch(workspace.kernel_launch(each, programs, given, **more))
+        for each, programs, record, more in ((kernel, grid, arguments, options), *then):
+            communicator.compute.launch(workspace.kernel_launch(each, programs, record, **more))
 
     return communicator.enqueue(op, layout, body)
 
@@ -396,9 +396,9 @@ def all_reduce_copy(
         stream.wait_credits(workspace)
         stage(communicator, workspace, Staged(offset, input, others(communicator)), staged + rank)
         first, count = segments[rank]
-        mine = workspace.data(rank, sums_offset, (count,), input.dtype)
+        sums = workspace.data(rank, sums_offset, (count,), input.dtype)
         begin = offset + first * itemsize
-        fold_staged(communicator, workspace, staged, begin, mine, reduction)
+        fold_staged(communicator, workspace, staged, begin, sums, reduction)
         for peer in others(communicator):
             stream.publish(workspace, peer, summed + rank)
         for source in sources(communicator):
@@ -548,9 +548,9 @@ def _words_of(communicator: Communicator, blocks: int) -> GroupWords:
         enough, place = 1 << (blocks - 1).bit_length(), communicator.place
         words = enough * 2 * communicator.world_size * BLOCK_WORDS
         buffer = place.allocate(WORDS_OFFSET + words * WORD)
-        own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
-        own[SPIN_LIMIT_WORD] = place.poll_limit()
-        own[HEADER_WORDS:] = 0  # an epoch below 0 stands for a program that has timed out
+        of_rank = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
+        of_rank[SPIN_LIMIT_WORD] = place.poll_limit()
+        of_rank[HEADER_WORDS:] = 0  # an epoch below 0 stands for a program that has timed out
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
         held = communicator.arena.words = GroupWords(buffer, enough, outgrown)
     return held
@@ -600,10 +600,10 @@ def run_words(
     op: str,
     kernel: Any,
     programs: int,
-    own: dict[str, Any],
+    more: dict[str, Any],
     blocks: int = 0,
 ) -> Event:
-    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``own``.
+    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``more``.
 
     ``blocks``: of words, where a program does several.
     """
@@ -618,7 +618,7 @@ def run_words(
             "words_offset": WORDS_OFFSET,
             "WORDS": BLOCK_WORDS,
             "COMPILED": place.compiled,
-            **own,
+            **more,
         },
         op,
         num_warps=NUM_WARPS,
@@ -634,12 +634,12 @@ def run_words(
 
 
 def _run(
-    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, own: dict[str, Any]
+    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, more: dict[str, Any]
 ) -> Event:
     """A ``kernel`` for a message of ``units``."""
     about = {"units": units.numel(), "UNIT": units.element_size()}
     programs = -(-units.nbytes // (4 * BLOCK_WORDS))
-    return run_words(communicator, op, kernel, programs, {**about, **own})
+    return run_words(communicator, op, kernel, programs, {**about, **more})
 
 
 def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Tensor) -> Event:

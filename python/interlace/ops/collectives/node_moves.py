@@ -134,7 +134,7 @@ def all_gather(
     chunk = formulas.ceil_div(chunk, ALIGNMENT) * ALIGNMENT
     moves = gather_moves(communicator, lengths, chunk)
     in_place = output[sum(lengths[:rank]) :].data_ptr() == input.data_ptr()
-    arrivals = arrival_lines(rank, communicator.nodes, lengths, chunk, own=not in_place)
+    arrivals = arrival_lines(rank, communicator.nodes, lengths, chunk, with_own=not in_place)
     table = communicator.table(("node arrivals", tuple(lengths), chunk, in_place), lambda: arrivals)
     layout = Layout(moves.leased(communicator.world_size), sum(lengths))
     moving, collecting = shared_programs(communicator, configuration, moves.count)
@@ -163,14 +163,14 @@ def all_gather(
 
 
 def arrival_lines(
-    rank: int, nodes: Nodes, rows: Sequence[int], chunk_rows: int, *, own: bool
+    rank: int, nodes: Nodes, rows: Sequence[int], chunk_rows: int, *, with_own: bool
 ) -> list[list[int]]:
     """The ``launch_formulas.arrival_lines`` in the order in which chunks come between nodes."""
     counts = [formulas.ceil_div(count, chunk_rows) for count in rows]
     return [
         formulas.transfer_line(source, source, chunk, rows, chunk_rows)
         for source, chunk in order.gather_order(rank, nodes.of, counts)
-        if own or source != rank
+        if with_own or source != rank
     ]
 
 
@@ -181,8 +181,8 @@ def gather_into(
     gather: Callable[[torch.Tensor, torch.Tensor], Event],
 ) -> Event:
     """``outputs[r]`` = rank r's ``input``, anywhere, by ``gather(input, target)`` into one flat tensor."""
-    whole, own = neighbours(outputs), outputs[communicator.rank]
-    in_place = own.data_ptr() == input.data_ptr()
+    whole, own_output = neighbours(outputs), outputs[communicator.rank]
+    in_place = own_output.data_ptr() == input.data_ptr()
     lengths = [output.numel() for output in outputs]
     target = whole
     if target is None:

@@ -55,18 +55,18 @@ def _gathered(
     found: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said: list[bytes | int] = communicator.engine.agree(call)
-        lengths = [each if isinstance(each, int) else 0 for each in said]
+        answers: list[bytes | int] = communicator.engine.agree(call)
+        lengths = [each if isinstance(each, int) else 0 for each in answers]
         outputs = [_room(communicator, length) for length in lengths if here]
-        for each, output in zip(said, outputs, strict=False):
+        for each, output in zip(answers, outputs, strict=False):
             found.append(each if isinstance(each, bytes) else output)
         if not any(lengths):
             return None
         rest = Call(name, (("lengths", tuple(lengths)),))
-        own = _tensor(communicator, data if lengths[communicator.rank] else b"")
+        tensor = _tensor(communicator, data if lengths[communicator.rank] else b"")
         if root is None:
-            return communicator.engine.all_gather(rest, outputs, own)
-        return communicator.engine.gather(rest, outputs if here else None, own, root)
+            return communicator.engine.all_gather(rest, outputs, tensor)
+        return communicator.engine.gather(rest, outputs if here else None, tensor, root)
 
     communicator.run(name, start, async_op=False)
     return found
@@ -199,15 +199,15 @@ def scatter_object_list(
     received: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said = communicator.engine.agree(call)[root]
-        if isinstance(said[rank], bytes):
-            received.append(said[rank])
+        answers = communicator.engine.agree(call)[root]
+        if isinstance(answers[rank], bytes):
+            received.append(answers[rank])
             return None
-        mine = _room(communicator, said[rank])
-        received.append(mine)
+        room = _room(communicator, answers[rank])
+        received.append(room)
         inputs = [_tensor(communicator, each) for each in packed] if rank == root else None
-        rest = Call(name, (("lengths", tuple(said)),))
-        return communicator.engine.scatter(rest, mine, inputs, root)
+        rest = Call(name, (("lengths", tuple(answers)),))
+        return communicator.engine.scatter(rest, room, inputs, root)
 
     communicator.run(name, start, async_op=False)
     scatter_object_output_list[0] = _loaded(*received)

@@ -60,12 +60,12 @@ def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int
     """Begin to send to ``peer``, a rank of the group."""
     with communicator.accepting():
         checks.check_member("dst", peer, communicator)
-        made = contiguous(checks.source("tensor", tensor, communicator))
+        source = contiguous(checks.source("tensor", tensor, communicator))
         _check_tag(tag)
-        call = _call(communicator, "send", made)
+        call = _call(communicator, "send", source)
 
     def start(engine: Engine) -> Future[Outcome]:
-        return engine.send(call, made, peer, tag)
+        return engine.send(call, source, peer, tag)
 
     return communicator.transfer(call, start, tensor, peer, tag)
 
@@ -84,8 +84,10 @@ def _irecv(
     def start(engine: Engine) -> Future[Outcome]:
         if data.is_contiguous():
             return engine.recv(call, data, peer, tag)
-        made = torch.empty(data.shape, dtype=data.dtype, device=data.device)
-        return Continued(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
+        buffer = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+        return Continued(
+            engine.recv(call, buffer, peer, tag), lambda outcome: copied(outcome, buffer)
+        )
 
     def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
         event = copied_back(communicator, [data], [made], outcome.event)
@@ -148,13 +150,13 @@ def irecv(
 
 
 def _peer(
-    name: str, given: Any, group_given: Any, communicator: Communicator, *, other: bool = False
+    name: str, record: Any, group_given: Any, communicator: Communicator, *, other: bool = False
 ) -> Any:
     """Return the rank of the group; None for any source. With ``other`` refuse this rank itself."""
-    if name == "src" and given is None and group_given is None:
+    if name == "src" and record is None and group_given is None:
         return None
     with communicator.accepting():
-        peer = checks.group_rank(name, given, group_given, communicator)
+        peer = checks.group_rank(name, record, group_given, communicator)
         if other and peer == communicator.rank:
             raise ValueError(
                 f"{name} must be another rank, got {communicator.ranks[peer]}, the rank of the caller; "
@@ -309,12 +311,12 @@ def _monitored_barrier(
     refused: Exception | None = None
     try:
         with communicator.accepting():
-            given = checks.seconds("timeout", timeout)
-            if given is not None and given < 0:
+            record = checks.seconds("timeout", timeout)
+            if record is not None and record < 0:
                 raise ValueError(f"timeout must not be negative, got {timeout}")
     except (TypeError, ValueError) as error:
-        refused, given = error, None
-    seconds = communicator.place.bound() if given is None else given
+        refused, record = error, None
+    seconds = communicator.place.bound() if record is None else record
     number = _barriers[communicator] = _barriers.get(communicator, 0) + 1
     tag = FIRST_BARRIER_TAG + number
     token = torch.zeros(1, dtype=torch.int64, device=communicator.place.device)
@@ -323,9 +325,9 @@ def _monitored_barrier(
     if rank == 0:
         _collect(communicator, token, tag, seconds, wait_all_ranks)
     else:
-        said = _isend(communicator, token, 0, tag)
+        message = _isend(communicator, token, 0, tag)
         if refused is not None:
-            said.wait()
+            message.wait()
             raise refused
         try:
             _received(communicator, token, 0, tag).wait(max(seconds, 1e-3))

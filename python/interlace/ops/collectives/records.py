@@ -62,23 +62,27 @@ def _record(
     Each of the ``algorithms`` but "copy" has a kernel.
     """
 
-    def start(communicator: Communicator, given: Any, out: Tensor | None = None) -> Started:
+    def start(communicator: Communicator, record: Any, out: Tensor | None = None) -> Started:
         try:
-            check_not_quantized("input", given.input.dtype)
-            if given.input.is_conj() or given.input.is_neg():  # its memory holds other numbers
-                given = replace(given, input=given.input.resolve_conj().resolve_neg())
-            made = given.outputs(communicator.world_size)
+            check_not_quantized("input", record.input.dtype)
+            if record.input.is_conj() or record.input.is_neg():  # its memory holds other numbers
+                record = replace(record, input=record.input.resolve_conj().resolve_neg())
+            expected = record.outputs(communicator.world_size)
             if out is None:
-                out = made
-            elif out.shape != made.shape or out.dtype != made.dtype or out.device != made.device:
+                out = expected
+            elif (
+                out.shape != expected.shape
+                or out.dtype != expected.dtype
+                or out.device != expected.device
+            ):
                 raise ValueError(
-                    f"out must be {tuple(made.shape)} of {made.dtype} on {made.device}, got "
+                    f"out must be {tuple(expected.shape)} of {expected.dtype} on {expected.device}, got "
                     f"{tuple(out.shape)} of {out.dtype} on {out.device}"
                 )
         except Exception as error:
             communicator.refuse(name, error)
             raise
-        return Started([out], given.fill(communicator, out))
+        return Started([out], record.fill(communicator, out))
 
     by_name = None
     if gradient is not None:
@@ -103,14 +107,14 @@ def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
     return tuple(filter(None, [names.get(algorithm, f"{algorithm}_{op}_kernel")]))
 
 
-def _save(ctx: Any, given: Any, output: Tensor) -> None:
+def _save(ctx: Any, record: Any, output: Tensor) -> None:
     """Save the arguments, without the tensors unless the reduction's gradient needs them."""
-    tensors, reduce_op = [], getattr(given, "reduce_op", "")
-    if type(given) in (AllReduceArguments, ReduceScatterArguments):
-        tensors += [given.input] if reduce_op in ("max", "min", "product") else []
+    tensors, reduce_op = [], getattr(record, "reduce_op", "")
+    if type(record) in (AllReduceArguments, ReduceScatterArguments):
+        tensors += [record.input] if reduce_op in ("max", "min", "product") else []
         tensors += [output] if reduce_op in ("max", "min") else []
     ctx.save_for_backward(*tensors)
-    ctx.call, ctx.input_dim = {**vars(given), "input": None}, given.input.dim()
+    ctx.call, ctx.input_dim = {**vars(record), "input": None}, record.input.dim()
 
 
 def inputs(ranks: Sequence[Any]) -> Tensors:
@@ -119,11 +123,11 @@ def inputs(ranks: Sequence[Any]) -> Tensors:
 
 def alike(op: str, name: str, tensors: Sequence[Tensor], but: int | None = None) -> None:
     """Raise ValueError or TypeError unless dtypes and shapes, except dimension ``but``, are equal."""
-    for what, kind, values in (
+    for quality, kind, values in (
         ("dtype", TypeError, [tensor.dtype for tensor in tensors]),
         ("shape", ValueError, [_lengths(tensor, but) for tensor in tensors]),
     ):
-        checks.equal_on_all(op, f"{what} of {name}", values, kind=kind)
+        checks.equal_on_all(op, f"{quality} of {name}", values, kind=kind)
 
 
 def _lengths(tensor: Tensor, but: int | None) -> tuple[Any, ...]:
@@ -193,16 +197,16 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
         result = total / size
         return result
     if reduce_op in ("max", "min"):
-        own, output = ctx.saved_tensors
-        mine: Tensor = (own == whole(wait(output))).to(total.dtype)
-        return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
+        saved, output = ctx.saved_tensors
+        is_extreme: Tensor = (saved == whole(wait(output))).to(total.dtype)
+        return total * is_extreme / wait(_ops.all_reduce(is_extreme, "sum", size, name))
     if reduce_op == "product":
-        (own,) = ctx.saved_tensors
+        (saved,) = ctx.saved_tensors
         # the product of the others, not a quotient, which has no derivative if a factor is 0
-        every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
-        ranks = torch.arange(size, device=own.device).view(size, *[1] * own.dim())
-        others = torch.where(ranks == _ops.rank(own, size, name), 1, every).prod(0)
-        return total * others.conj()
+        factors = wait(_ops.all_gather(saved.unsqueeze(0), 0, size, name))
+        ranks = torch.arange(size, device=saved.device).view(size, *[1] * saved.dim())
+        product = torch.where(ranks == _ops.rank(saved, size, name), 1, factors).prod(0)
+        return total * product.conj()
     raise RuntimeError(f"interlace.{op} with reduce_op {reduce_op!r} has no gradient")
 
 
@@ -288,8 +292,8 @@ def _gradient_of_reduce(ctx: Any, grad: Tensor) -> Tensor:
     reduce_op = ctx.call["reduce_op"]
     if reduce_op not in ("sum", "avg"):
         raise RuntimeError(f"interlace.reduce with reduce_op {reduce_op!r} has no gradient")
-    own = wait(_ops.broadcast(grad, ctx.call["dst"], ctx.size, ctx.name))
-    return own if reduce_op == "sum" else own / ctx.size
+    result = wait(_ops.broadcast(grad, ctx.call["dst"], ctx.size, ctx.name))
+    return result if reduce_op == "sum" else result / ctx.size
 
 
 REDUCE = _record(
@@ -463,8 +467,10 @@ def _all_to_all_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     parts = [
         _split(rank, each.input, each.input_split_sizes, size) for rank, each in enumerate(ranks)
     ]
-    for target, (output, own) in enumerate(zip(outputs, ranks, strict=True)):
-        for source, place in enumerate(_split(target, output, own.output_split_sizes, size)):
+    for target, (output, arguments_of) in enumerate(zip(outputs, ranks, strict=True)):
+        for source, place in enumerate(
+            _split(target, output, arguments_of.output_split_sizes, size)
+        ):
             part = parts[source][target]
             if part.shape != place.shape:
                 raise ValueError(

@@ -158,15 +158,15 @@ def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
 
 
 def _agreed(
-    communicator: Communicator, op: str, tensor: torch.Tensor, given: Any, root: int
+    communicator: Communicator, op: str, tensor: torch.Tensor, record: Any, root: int
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None, Call]:
-    """Return this rank's tensor, on the root the tensors of its list ``given``, and the call."""
+    """Return this rank's tensor, on the root the tensors of its list ``record``, and the call."""
     rank, name, gathers = communicator.rank, f"{op}_list", op == "gather"
     data = (checks.source if gathers else checks.target)("tensor", tensor, communicator)
-    only_on_root(name, given, root, rank)
+    only_on_root(name, record, root, rank)
     tensors: list[torch.Tensor] | None = None
     if rank == root:
-        tensors = one_per_rank(name, given, "tensor", data.dtype, communicator, written=gathers)
+        tensors = one_per_rank(name, record, "tensor", data.dtype, communicator, written=gathers)
         apart(name, tensors, "tensor", [data], rank, written=gathers)
     key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
@@ -200,11 +200,11 @@ def checked_gather(
     data, outputs, call = _agreed(communicator, "gather", tensor, gather_list, root)
 
     def start() -> Event | None:
-        engine, made = communicator.engine, contiguous(data)
+        engine, source = communicator.engine, contiguous(data)
         if outputs is None:
-            return engine.gather(call, None, made, root)
+            return engine.gather(call, None, source, root)
         return filled(
-            communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
+            communicator, outputs, lambda targets: engine.gather(call, targets, source, root)
         )
 
     return start, gather_list or (), call
@@ -250,9 +250,9 @@ def checked_scatter(
 
     def start() -> Event | None:
         engine = communicator.engine
-        made = None if inputs is None else [contiguous(each) for each in inputs]
+        sources = None if inputs is None else [contiguous(each) for each in inputs]
         return filled(
-            communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
+            communicator, [out], lambda targets: engine.scatter(call, targets[0], sources, root)
         )
 
     return start, (tensor,), call

@@ -135,11 +135,11 @@ def _checked_sparse(
     name, _ = checks.reduce_op(op)
     checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS)
     words.check_dtype("all_reduce", name, "tensor", tensor.dtype)
-    dtype, mine = tensor.dtype, tensor.detach()
-    own, values = _summed(mine._indices(), _wide(mine._values()), mine)
+    dtype, detached = tensor.dtype, tensor.detach()
+    own_indices, values = _summed(detached._indices(), _wide(detached._values()), detached)
     if not (dtype.is_floating_point or dtype.is_complex):
         values = _narrow(values, dtype)  # a rank's own sum wraps around
-    indices, values = own.t().contiguous(), values.contiguous()
+    indices, values = own_indices.t().contiguous(), values.contiguous()
     terms = (
         ("shape of tensor", tuple(tensor.shape)),
         ("sparse dims of tensor", tensor.sparse_dim()),
@@ -150,15 +150,15 @@ def _checked_sparse(
 
     def start() -> None:
         counts, everyones = engine.agree(call), []
-        for what, part in (("indices", indices), ("values", values)):
+        for part_name, part in (("indices", indices), ("values", values)):
             parts = [part.new_empty((count, *part.shape[1:])) for count in counts]
-            about = (("part of a sparse tensor", what), ("dtype of tensor", part.dtype))
+            about = (("part of a sparse tensor", part_name), ("dtype of tensor", part.dtype))
             event = engine.all_gather(Call("all_reduce", about), parts, part)
             if event is not None:
                 event.synchronize()
             everyones.append(torch.cat(parts))
         rows, entries = everyones
-        rows, total = _summed(rows.t(), _wide(entries), mine)
+        rows, total = _summed(rows.t(), _wide(entries), detached)
         if name == "avg":
             reductions.divide(
                 total.view(dtype) if dtype == torch.uint64 else total, communicator.world_size
@@ -199,7 +199,7 @@ def checked_all_gather(
 ) -> PreparedCall:
     data = checks.source("tensor", tensor, communicator)
     key: Any = ("all_gather", algorithm, data.dtype, data.shape)
-    given: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
+    record: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
     whole = None
     if isinstance(output, torch.Tensor):
         whole = checks.target("output", output, communicator)
@@ -207,7 +207,7 @@ def checked_all_gather(
         known = communicator.calls.get(key)
         if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
             exchange = communicator.engine.exchange
-            return functools.partial(exchange, known, (data,), whole, TO_ALL), given, known
+            return functools.partial(exchange, known, (data,), whole, TO_ALL), record, known
     outputs = parts("output", output, "tensor", data, communicator, written=True)
     if whole is None:
         key = (*key, *[each.shape for each in outputs])
@@ -226,7 +226,7 @@ def checked_all_gather(
         made, engine = contiguous(data), stream_engine.serving(communicator, algorithm)
         return filled(communicator, outputs, lambda targets: engine.all_gather(call, targets, made))
 
-    return start, given, call
+    return start, record, call
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)

@@ -137,14 +137,14 @@ class StreamEngine(Engine):
             call = replace(call, terms=(*call.terms, ("configuration", overrides)))
         call.verify(self._communicator.messages(call))
 
-    def _everyones(self, op: str, mine: Any) -> list[Any]:
-        """Every rank's ``mine``, once all agree on the call."""
+    def _everyones(self, op: str, part: Any) -> list[Any]:
+        """Every rank's ``part``, once all agree on the call."""
         if self.world_size == 1:
-            return [mine]
+            return [part]
         recorder = self._communicator.place.recorder
         if recorder is not None:
             recorder.spoil()  # it may differ the next time
-        answers = self._communicator.place.exchange(plain.dumps(mine), op)
+        answers = self._communicator.place.exchange(plain.dumps(part), op)
         return [plain.loads(answer) for answer in answers]
 
     def _chosen(
@@ -219,8 +219,8 @@ class StreamEngine(Engine):
             sizes = self._everyones(call.op, [each.nbytes for each in gives])
             starts = [_starts(each) for each in sizes]
         name_algorithm("copy")
-        mine, own = 0 if alike else rank, rank if giver == ALL else 0
-        keep = bool(gives and takes) and _same(takes[own], gives[mine])
+        give_index, take_index = 0 if alike else rank, rank if giver == ALL else 0
+        keep = bool(gives and takes) and _same(takes[take_index], gives[give_index])
         if alike:
             readers = algorithms.others(communicator) if taker == ALL else [taker]
             readers = [reader for reader in readers if reader != rank]
@@ -233,7 +233,9 @@ class StreamEngine(Engine):
             ]
         sources = algorithms.sources(communicator) if giver == ALL else [giver]
         taken = [
-            Taken(source, starts[source][mine], bytes_of(takes[source if giver == ALL else 0]))
+            Taken(
+                source, starts[source][give_index], bytes_of(takes[source if giver == ALL else 0])
+            )
             for source in sources
             if takes and not (source == rank and keep)
         ]
@@ -328,8 +330,10 @@ def _scatter_by_kernel(
     if algorithm == "low_latency":
         _refuse("reduce_scatter", "every rank has all sums in the end; use all_reduce")
     whole = neighbours(inputs)
-    own = inputs[communicator.rank]
-    in_place = output.data_ptr() == own.data_ptr()  # a block is read before its sum is written
+    own_input = inputs[communicator.rank]
+    in_place = (
+        output.data_ptr() == own_input.data_ptr()
+    )  # a block is read before its sum is written
     if whole is None or (overlap(output, whole) and not in_place):
         whole = torch.cat([part.view(-1) for part in inputs])
     config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
@@ -364,20 +368,20 @@ class HierarchicalEngine(StreamEngine):
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         self._verify(call)
         (giver, taker, alike), ranks = sides, range(self.world_size)
-        given, taken = [[bytes_of(each) for each in self.cut(of)] for of in (gives, takes)]
-        nothing = (given or taken)[0][:0]
+        record, taken = [[bytes_of(each) for each in self.cut(of)] for of in (gives, takes)]
+        nothing = (record or taken)[0][:0]
         if alike and taker == ALL:
             if giver != ALL:
-                taken = [(given or taken)[0] if rank == giver else nothing for rank in ranks]
-            source = given[0] if given else nothing
+                taken = [(record or taken)[0] if rank == giver else nothing for rank in ranks]
+            source = record[0] if record else nothing
             return node_moves.gather_parts(self._communicator, taken, source)
         if alike:
-            given = [given[0] if rank == taker else nothing for rank in ranks]
+            record = [record[0] if rank == taker else nothing for rank in ranks]
         if giver != ALL:
             taken = [taken[0] if rank == giver else nothing for rank in ranks]
-        given, taken = given or [nothing] * len(ranks), taken or [nothing] * len(ranks)
-        sizes = self._everyones(call.op, [part.nbytes for part in given])
-        return self._swap(call, taken, given, sizes)
+        record, taken = record or [nothing] * len(ranks), taken or [nothing] * len(ranks)
+        sizes = self._everyones(call.op, [part.nbytes for part in record])
+        return self._swap(call, taken, record, sizes)
 
     def _swap(
         self, call: Call, outputs: Tensors, inputs: Tensors, sizes: Sequence[Sequence[int]]
@@ -385,7 +389,7 @@ class HierarchicalEngine(StreamEngine):
         """Part r of ``inputs`` to rank r, all as flat uint8; ``sizes[source][destination]``."""
         compute = self._communicator.compute
         parts = list(inputs)
-        mine = parts[self.rank]
+        own_part = parts[self.rank]
         whole = neighbours(parts)
         if whole is None or any(overlap(whole, output) for output in outputs):
             whole = torch.cat(parts)
@@ -395,10 +399,10 @@ class HierarchicalEngine(StreamEngine):
             place = self._communicator.place
             config = configuration.choose(place, torch.uint8, longest, 1, 1)
             event = node_moves.exchange(self._communicator, call.op, whole, outputs, sizes, config)
-        own = outputs[self.rank]
-        if own.numel() and own.data_ptr() != mine.data_ptr():
+        own_output = outputs[self.rank]
+        if own_output.numel() and own_output.data_ptr() != own_part.data_ptr():
             first = sum(sizes[self.rank][: self.rank])
-            compute.copy(own, whole[first : first + own.numel()], "own part")
+            compute.copy(own_output, whole[first : first + own_output.numel()], "own part")
             event = compute.record()
         return event
 

@@ -118,9 +118,9 @@ def dispatch(
     >>> interlace.run(on_rank, 2)
     [([1.0, 11.0], [2]), ([1.0, 2.0, 11.0, 12.0], [4])]
     """
-    most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
+    most, options = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
     operands = x, topk_idx, topk_weights, num_experts
-    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
+    return _dispatched(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
 
 
 def _dispatched(
@@ -145,19 +145,19 @@ def _dispatched(
             x = quantize(x)
         arguments, terms = arguments_of(x, topk_idx, *others, **how)
 
-    def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
-        received, handle = named(made, arguments, communicator, x)
+    def finish(results: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
+        received, handle = named(results, arguments, communicator, x)
         return received, handle._replace(number=number)
 
-    def run(given: DispatchArguments, async_op: bool) -> Any:
+    def run(record: DispatchArguments, async_op: bool) -> Any:
         with terms:
-            return dispatch_rows(communicator, (given, None), async_op=async_op)
+            return dispatch_rows(communicator, (record, None), async_op=async_op)
 
     floats = arguments.input, arguments.scales, arguments.topk_weights
     if requires_gradients(*floats, topk_idx):
         return run_recorded(OPS[DISPATCH], communicator, arguments, run, finish, async_op)
-    made = run(arguments, async_op)
-    return ContinuedWork(made, finish) if async_op else finish(made)
+    results = run(arguments, async_op)
+    return ContinuedWork(results, finish) if async_op else finish(results)
 
 
 def combine(
@@ -213,8 +213,8 @@ def combine(
     routing = handle.routing._replace(algorithm=algorithm)
     with by_handle(communicator, handle):
         segments, idx = handle.segments, handle.topk_idx
-        given = CombineArguments(rows, segments, idx, weights, False, *routing)
-        return _sums(COMBINE, communicator, given, combine_rows, async_op)  # type: ignore[no-any-return]
+        record = CombineArguments(rows, segments, idx, weights, False, *routing)
+        return _sums(COMBINE, communicator, record, combine_rows, async_op)  # type: ignore[no-any-return]
 
 
 def _sums(
@@ -234,19 +234,19 @@ def _sums(
     given.return_rows = requires_gradients(given.topk_weights)  # their gradient needs the rows
     outputs: list[Tensor] = []
 
-    def run(given: Any, async_op: bool) -> Any:
+    def run(record: Any, async_op: bool) -> Any:
         with communicator.accepting(OP if op == ROUTED else op):
-            outputs.extend(known.outputs(given, communicator.world_size))
-        return form(communicator, (given, outputs), async_op=async_op)
+            outputs.extend(known.outputs(record, communicator.world_size))
+        return form(communicator, (record, outputs), async_op=async_op)
 
-    def results(given: Any, made: Any) -> tuple[Any, list[Tensor]]:
-        return as_op(given, made), outputs
+    def results(record: Any, result: Any) -> tuple[Any, list[Tensor]]:
+        return as_op(record, result), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Tensor:
         return outputs[0]
 
-    how: Any = {"results": results, "look": look}
-    return run_recorded(known, communicator, given, run, finish, async_op, **how)
+    options: Any = {"results": results, "look": look}
+    return run_recorded(known, communicator, given, run, finish, async_op, **options)
 
 
 def permute(
@@ -270,9 +270,9 @@ def permute(
     """
     if isinstance(x, Scaled):
         packed = block_scaled.packed_tokens(x)[0]
-        made: Any
-        made, counts = permute(packed, topk_idx, num_experts, num_out_tokens=num_out_tokens)
-        return unpacked_rows(made, x.kind, x.shape[-1]), counts
+        rows: Any
+        rows, counts = permute(packed, topk_idx, num_experts, num_out_tokens=num_out_tokens)
+        return unpacked_rows(rows, x.kind, x.shape[-1]), counts
     traced = torch.compiler.is_compiling() or modes_active()
     if num_out_tokens is None and topk_idx.device.type == "cpu" and not traced:
         check_experts(topk_idx, num_experts)
@@ -318,8 +318,8 @@ def low_latency_dispatch(
     ((1, 4, 128), torch.float8_e4m3fn, [2])
     """
     most, operands = num_max_dispatch_tokens_per_rank, (x, topk_idx, None, num_experts)
-    how = {"low_latency": True, "algorithm": algorithm}
-    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
+    options = {"low_latency": True, "algorithm": algorithm}
+    return _dispatched(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
 
 
 def low_latency_combine(
@@ -572,11 +572,11 @@ def grouped_matmul_combine(
     communicator = resolve(splits.group if isinstance(splits, DispatchHandle) else group)
     operands: Any = input, weight, bias, topk_idx, topk_weights
     about: Any = [], splits, False, algorithm, out_dtype
-    given = GroupedCombineArguments(*operands, *about)
+    record = GroupedCombineArguments(*operands, *about)
     run = functools.partial(_grouped_combine, group)
     if isinstance(input, Scaled) or isinstance(weight, Scaled):
-        return block_scaled.run_packed(run, communicator, OP, given, async_op)  # type: ignore[no-any-return]
-    return run(communicator.on(input), given, async_op)  # type: ignore[no-any-return]
+        return block_scaled.run_packed(run, communicator, OP, record, async_op)  # type: ignore[no-any-return]
+    return run(communicator.on(input), record, async_op)  # type: ignore[no-any-return]
 
 
 def _grouped_combine(
@@ -586,10 +586,10 @@ def _grouped_combine(
     if not isinstance(handle, DispatchHandle):
 
         def as_op(
-            given: GroupedCombineArguments, home_splits: list[int]
+            record: GroupedCombineArguments, home_splits: list[int]
         ) -> GroupedCombineArguments:
-            splits = row_counts("splits", given.splits)
-            return replace(given, home_splits=home_splits, splits=splits)
+            splits = row_counts("splits", record.splits)
+            return replace(record, home_splits=home_splits, splits=splits)
 
         return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)
     with communicator.accepting(OP):
@@ -607,59 +607,59 @@ def _grouped_combine(
 
 
 def _run_grouped(
-    run: Callable[..., Any], group: Group, given: GroupedArguments, async_op: bool
+    run: Callable[..., Any], group: Group, record: GroupedArguments, async_op: bool
 ) -> Any:
     """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
     communicator = resolve(group)
-    if isinstance(given.input, Scaled) or isinstance(given.weight, Scaled):
-        call: Any = run, communicator, given.op, given, async_op
-        return block_scaled.run_packed(*call, gathers=given.return_received)
-    return run(communicator.on(given.input), given, async_op)
+    if isinstance(record.input, Scaled) or isinstance(record.weight, Scaled):
+        call: Any = run, communicator, record.op, record, async_op
+        return block_scaled.run_packed(*call, gathers=record.return_received)
+    return run(communicator.on(record.input), record, async_op)
 
 
 def _grouped_matmul(
-    communicator: Communicator, given: GroupedArguments, async_op: bool, number: int = 0
+    communicator: Communicator, record: GroupedArguments, async_op: bool, number: int = 0
 ) -> Any:
-    def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
-        return made[0], counted.handle_of(communicator, given, made[1], number)
+    def on_device(results: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
+        return results[0], counted.handle_of(communicator, record, results[1], number)
 
-    if requires_gradients(given.input, given.weight, given.bias):
-        return _recorded_grouped(communicator, given, on_device, async_op)
-    if given.max_rows:
-        made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
-        return ContinuedWork(made, on_device) if async_op else on_device(made)
-    return grouped.FORMS[given.op](communicator, (given,), (), async_op)
+    if requires_gradients(record.input, record.weight, record.bias):
+        return _recorded_grouped(communicator, record, on_device, async_op)
+    if record.max_rows:
+        results = counted.counted_grouped_matmul(communicator, (record,), (), async_op)
+        return ContinuedWork(results, on_device) if async_op else on_device(results)
+    return grouped.FORMS[record.op](communicator, (record,), (), async_op)
 
 
 def _recorded_grouped(
     communicator: Communicator,
-    given: GroupedArguments,
+    record: GroupedArguments,
     on_device: Callable[[list[Tensor]], Any],
     async_op: bool,
 ) -> Any:
     """Run with torch's activation after the op: its gradient needs the values before the activation."""
-    op = OPS[given.op]
+    op = OPS[record.op]
     with communicator.accepting(op.name):
-        name = checks.activation("activation", given.activation)
-        known = counted.with_counts(communicator, given) if given.max_rows else given
-    learning = given.return_received or requires_gradients(given.weight)
+        name = checks.activation("activation", record.activation)
+        known = counted.with_counts(communicator, record) if record.max_rows else record
+    learning = record.return_received or requires_gradients(record.weight)
     plain = replace(known, activation=None, recorded=True, return_received=learning)
 
     def run(call: GroupedArguments, async_op: bool) -> Any:
         return grouped.FORMS[op.name](communicator, (call,), (), async_op)
 
-    def results(call: GroupedArguments, made: Any) -> tuple[GroupedArguments, list[Tensor]]:
-        outputs, routes = made
+    def results(call: GroupedArguments, result: Any) -> tuple[GroupedArguments, list[Tensor]]:
+        outputs, routes = result
         sent = row_counts("input_splits", call.input_splits)
         received = [rows for each in routes.splits() for rows in each]
         return replace(call, input_splits=sent, output_splits=received), outputs
 
-    def finish(outputs: list[Tensor], made: Any) -> Any:
-        output, routes = activate(outputs[0], name), made[1]
-        if given.max_rows:
-            return on_device(counted.padded(output, routes, given))
-        received = outputs[1] if given.return_received else None
+    def finish(outputs: list[Tensor], result: Any) -> Any:
+        output, routes = activate(outputs[0], name), result[1]
+        if record.max_rows:
+            return on_device(counted.padded(output, routes, record))
+        received = outputs[1] if record.return_received else None
         return grouped.result(received, output, routes.splits())
 
-    how: Any = {"results": results, "look": unseen, "differs": bool(given.max_rows)}
-    return run_recorded(op, communicator, plain, run, finish, async_op, **how)
+    options: Any = {"results": results, "look": unseen, "differs": bool(record.max_rows)}
+    return run_recorded(op, communicator, plain, run, finish, async_op, **options)

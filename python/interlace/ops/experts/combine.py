@@ -159,8 +159,12 @@ class Combine:
         grid = formulas.persistent_grid(
             0, world_size * bounds.senders, communicator.place.program_limit
         )
-        own = {"options": {"maxnreg": MAX_REGISTERS}}
-        options: dict[str, Any] = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
+        compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
+        options: dict[str, Any] = {
+            "num_warps": configuration.num_warps,
+            "num_stages": 1,
+            **compiler_options,
+        }
 
         def body(workspace: Workspace) -> None:
             launch = workspace.kernel_launch(kernels.combine_kernel, grid, arguments, **options)
@@ -197,7 +201,7 @@ def pipelined_home(
     columns, dtype = home.output.shape[1], home.output.dtype
     row_bytes = columns * dtype.itemsize
     layout = Layout(world_size, int(routes.counts.sum(1).max()) * row_bytes)
-    own = int(routes.counts[rank].sum())
+    own_rows = int(routes.counts[rank].sum())
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
@@ -213,20 +217,20 @@ def pipelined_home(
             if peer != rank:
                 stream.publish(workspace, peer, rank)
         wait_for_all(communicator, workspace, 0)
-        home.sum_rows(communicator, workspace.data(rank, 0, (own, columns), dtype))
+        home.sum_rows(communicator, workspace.data(rank, 0, (own_rows, columns), dtype))
 
     return communicator.enqueue(op, layout, body)
 
 
 def _prepared(
-    communicator: Communicator, given: CombineArguments, outputs: list[Tensor] | None
+    communicator: Communicator, record: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
     ``outputs``: from :func:`results_of`. Without them the result is the sums.
     """
-    routing = given.routing
-    rows = checks.tensor("y", given.input, communicator)
+    routing = record.routing
+    rows = checks.tensor("y", record.input, communicator)
     checks.float_dtype("y", rows.dtype)
     if rows.dim() != 2:
         raise ValueError(f"y must have 2 dimensions (rows, n), got {tuple(rows.shape)}")
@@ -235,11 +239,11 @@ def _prepared(
     checks.fused_dtype(routing.algorithm, "y", rows.dtype, 'another one or "auto"')
     if not rows.shape[1] or (algorithm == "fused" and rows.dtype not in FUSED_DTYPES):
         algorithm = "unfused"
-    assignment = assignment_of(communicator, routing, given.topk_idx, None)
-    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
+    assignment = assignment_of(communicator, routing, record.topk_idx, None)
+    weights = weights_of(communicator, record.topk_weights, assignment.topk_idx)
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    segments = checked_segments(communicator, given.segments, routing, "y", rows)
+    segments = checked_segments(communicator, record.segments, routing, "y", rows)
     tokens, most = len(assignment.topk_idx), most_dispatched(communicator)
     if not routing.max_tokens and most and tokens > most:
         raise ValueError(f"topk_idx has {tokens} rows, no dispatch has had more than {most}")
@@ -335,37 +339,37 @@ combine_rows = composed_form(COMBINE, _prepared)
 def home_of(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, outputs: list[Tensor] | None
 ) -> Home:
-    made = outputs or results_of(rows, inverse, False)
-    return Home(inverse, weights, made[0], made[1] if made[1:] else None)
+    tensors = outputs or results_of(rows, inverse, False)
+    return Home(inverse, weights, tensors[0], tensors[1] if tensors[1:] else None)
 
 
 def results_of(
     rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None
 ) -> list[Tensor]:
     """Allocate the results of a combine: sums and, if requested, the home rows, ``[tokens * k, n]``."""
-    made = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
+    results = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
     if return_rows:
-        made.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
-    return made
+        results.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
+    return results
 
 
-def results(given: CombineArguments, size: int) -> list[Tensor]:
-    return results_of(given.input, given.topk_idx, given.return_rows)
+def results(record: CombineArguments, size: int) -> list[Tensor]:
+    return results_of(record.input, record.topk_idx, record.return_rows)
 
 
-def start(communicator: Communicator, given: CombineArguments) -> Started:
+def start(communicator: Communicator, record: CombineArguments) -> Started:
     with communicator.accepting(COMBINE):
-        if given.input.dim() != 2:
-            raise ValueError(f"y must have 2 dimensions, got shape {tuple(given.input.shape)}")
-        outputs = results(given, communicator.world_size)
-    return Started(outputs, combine_rows(communicator, (given, outputs), async_op=True))
+        if record.input.dim() != 2:
+            raise ValueError(f"y must have 2 dimensions, got shape {tuple(record.input.shape)}")
+        outputs = results(record, communicator.world_size)
+    return Started(outputs, combine_rows(communicator, (record, outputs), async_op=True))
 
 
-def save(ctx: Any, given: CombineArguments, output: Sequence[Tensor]) -> None:
-    ctx.needed, ctx.routing, ctx.rows = requiring(given), given.routing, given.input.shape[0]
-    home = home_rows(COMBINE, ctx.needed, given.return_rows, output)
+def save(ctx: Any, record: CombineArguments, output: Sequence[Tensor]) -> None:
+    ctx.needed, ctx.routing, ctx.rows = requiring(record), record.routing, record.input.shape[0]
+    home = home_rows(COMBINE, ctx.needed, record.return_rows, output)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(given.topk_idx, given.topk_weights, home)
+    ctx.save_for_backward(record.topk_idx, record.topk_weights, home)
 
 
 def home_rows(
@@ -386,10 +390,10 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     if grad is None:
         return found
     if "input" in ctx.needed:
-        made = _ops.dispatch(grad, None, idx, weights, *ctx.routing, ctx.size, ctx.name)
-        rows = wait(made[0])
+        results = _ops.dispatch(grad, None, idx, weights, *ctx.routing, ctx.size, ctx.name)
+        rows = wait(results[0])
         if weights is not None:
-            rows = (rows * wait(made[1]).unsqueeze(1)).to(grad.dtype)
+            rows = (rows * wait(results[1]).unsqueeze(1)).to(grad.dtype)
         found["input"] = as_many(rows, ctx.rows)
     if home is not None:
         inverse = ctx.routing.inverse(idx)
@@ -426,9 +430,9 @@ def returned(
     segments: Sequence[Tensor],
 ) -> list[list[Tensor]]:
     """Return all ranks' combined ``rows``, which lie on the experts' ranks as ``segments`` say."""
-    made = []
-    for rank, given in enumerate(ranks):
-        inverse = assigned(routing, given.topk_idx, None, len(ranks), read=True).inverse
+    results = []
+    for rank, record in enumerate(ranks):
+        inverse = assigned(routing, record.topk_idx, None, len(ranks), read=True).inverse
         home = torch.cat(
             [
                 theirs[first : first + count]
@@ -441,12 +445,12 @@ def returned(
                 f"{op}: the experts have {len(home)} rows of rank {rank}, topk_idx has "
                 f"{int((inverse >= 0).sum())} there"
             )
-        outputs = results_of(rows[rank], given.topk_idx, given.return_rows)
-        sum_slots(home, inverse, given.topk_weights, outputs[0])
+        outputs = results_of(rows[rank], record.topk_idx, record.return_rows)
+        sum_slots(home, inverse, record.topk_weights, outputs[0])
         for each in outputs[1:]:
             each.copy_(as_many(home, len(each)))
-        made.append(outputs)
-    return made
+        results.append(outputs)
+    return results
 
 
 def reference(ranks: Sequence[CombineArguments], size: int) -> list[list[Tensor]]:

@@ -103,8 +103,8 @@ class CountedSizes:
         chunks = ((splits + size - 1) // size)[order]
         ends = chunks.cumsum(0)
         number = torch.arange(self.lines, device=splits.device)
-        which = torch.searchsorted(ends, number, right=True).clamp(max=order.numel() - 1)
-        segment, chunk = order[which], number - (ends - chunks)[which]
+        segment_of = torch.searchsorted(ends, number, right=True).clamp(max=order.numel() - 1)
+        segment, chunk = order[segment_of], number - (ends - chunks)[segment_of]
         done = chunk * size
         lines = [
             segment // experts,
@@ -179,10 +179,10 @@ def checked_bound(value: Any, call: GroupedArguments) -> int:
 
 
 def _prepared(
-    communicator: Communicator, given: GroupedArguments
+    communicator: Communicator, record: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
-    call = checked_tensors(communicator, given)
+    call = checked_tensors(communicator, record)
     splits = checked_splits(communicator, call)
     world_size, (experts, inner, columns) = communicator.world_size, call.weight.shape
     output = call.input.new_zeros(world_size * call.max_rows, columns, dtype=call.out_dtype)
@@ -228,15 +228,15 @@ def check_numbers(splits: Tensor, rows: int) -> None:
         raise ValueError(f"input_splits adds up to {int(splits.sum())}, input has {rows} rows")
 
 
-def with_counts(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    """Return ``given``, checked on this rank, with splits that the host has read."""
-    call = checked_tensors(communicator, given)
-    return _counted(given, checked_splits(communicator, call).tolist())
+def with_counts(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
+    """Return ``record``, checked on this rank, with splits that the host has read."""
+    call = checked_tensors(communicator, record)
+    return _counted(record, checked_splits(communicator, call).tolist())
 
 
-def _counted(given: GroupedArguments, counts: list[int]) -> GroupedArguments:
-    """Return ``given`` with splits ``counts``, without rows after their sum."""
-    return replace(given, input=given.input[: sum(counts)], input_splits=counts)
+def _counted(record: GroupedArguments, counts: list[int]) -> GroupedArguments:
+    """Return ``record`` with splits ``counts``, without rows after their sum."""
+    return replace(record, input=record.input[: sum(counts)], input_splits=counts)
 
 
 def _on_device(
@@ -267,14 +267,14 @@ def _on_device(
 
 def _with_counts(
     communicator: Communicator,
-    given: GroupedArguments,
+    record: GroupedArguments,
     splits: Tensor,
     output: Tensor,
     segments: Tensor,
     algorithm: str,
 ) -> PreparedCall:
     """Run with torch; the host reads counts, and ranks exchange them."""
-    call = checked(communicator, _counted(given, splits.tolist()))
+    call = checked(communicator, _counted(record, splits.tolist()))
 
     def start() -> Outcome:
         routes, columns = agree(communicator, call)

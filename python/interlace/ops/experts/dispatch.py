@@ -167,16 +167,16 @@ class Dispatch:
             ),
             "SLOTS": slots,
         }
-        given = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
+        record = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
         # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
-        own = {"options": {"maxnreg": MAX_REGISTERS}}
-        options = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
+        compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
+        options = {"num_warps": configuration.num_warps, "num_stages": 1, **compiler_options}
 
         def body(workspace: Workspace) -> None:
             for kernel, arguments in (
-                (kernels.dispatch_send_kernel, given),
+                (kernels.dispatch_send_kernel, record),
                 (kernels.dispatch_receive_kernel, taken),
             ):
                 launch = workspace.kernel_launch(kernel, grid, arguments, **options)
@@ -195,9 +195,9 @@ class Dispatch:
             (_column(weights), slots, _column(self.result.topk_weights)),
         )
         return [
-            (bytes_of_rows(given), index, bytes_of_rows(to))
-            for given, index, to in parts
-            if given is not None and to is not None and given.shape[1]
+            (bytes_of_rows(record), index, bytes_of_rows(to))
+            for record, index, to in parts
+            if record is not None and to is not None and record.shape[1]
         ]
 
     def pipelined(self, routes: HostRoutes, weights: Tensor | None) -> Event:
@@ -222,10 +222,10 @@ class Dispatch:
             copying.wait_credits(workspace)
             for peer in owner_order(rank, communicator.world_size):
                 rows = slice(int(firsts[rank, peer]), int(firsts[rank, peer] + sizes[rank, peer]))
-                for number, (given, index, _) in enumerate(parts):
+                for number, (record, index, _) in enumerate(parts):
                     if rows.start < rows.stop:
                         to = there(workspace, peer, rank, number)
-                        gather = partial(torch.index_select, given, 0, index[rows], out=to)
+                        gather = partial(torch.index_select, record, 0, index[rows], out=to)
                         copying.call(gather, f"rows to rank {peer}")
                 if peer != rank:
                     copying.publish(workspace, peer, rank)
@@ -249,8 +249,8 @@ class Dispatch:
         compute, segments = self.communicator.compute, routes.segments(self.communicator.rank)
         self.result.segments.copy_(segments)
         order = sorted_places(segments).to(self.x.device)
-        for given, index, to in self._parts(routes, weights):
-            arrived = exchanged_rows(self.communicator, routes, given, index)
+        for record, index, to in self._parts(routes, weights):
+            arrived = exchanged_rows(self.communicator, routes, record, index)
             if arrived.numel():
                 scatter = partial(to.index_copy_, 0, order, arrived)
                 compute.call(scatter, "rows by expert")
@@ -321,15 +321,15 @@ def exchanged_rows(
 
 
 def _prepared(
-    communicator: Communicator, given: DispatchArguments, outputs: list[Tensor] | None
+    communicator: Communicator, record: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
     ``outputs``: rows, scales if any, weights if any, segments, if the caller has allocated them with
     :func:`results`.
     """
-    scales, routing = given.scales, given.routing
-    x = checks.tensor("x", given.input, communicator)
+    scales, routing = record.scales, record.routing
+    x = checks.tensor("x", record.input, communicator)
     if x.dtype not in MOVED_DTYPES:
         raise TypeError(f"x must be of floats or fp8, got {x.dtype}")
     if x.dim() != 2:
@@ -343,18 +343,18 @@ def _prepared(
             )
         scales = scales.contiguous()
     checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
-    assignment = assignment_of(communicator, routing, given.topk_idx, x.shape[0])
-    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
+    assignment = assignment_of(communicator, routing, record.topk_idx, x.shape[0])
+    weights = weights_of(communicator, record.topk_weights, assignment.topk_idx)
     algorithm = resolved(communicator, routing.algorithm)
     if not x.shape[1]:
         algorithm = "unfused"
     idx, x = assignment.topk_idx, x.contiguous()
-    given = replace(given, input=x, scales=scales, topk_idx=idx, topk_weights=weights)
+    record = replace(record, input=x, scales=scales, topk_idx=idx, topk_weights=weights)
     if algorithm == "fused" and routing.max_tokens:
-        made = results(given, communicator.world_size) if outputs is None else outputs
+        tensors = results(record, communicator.world_size) if outputs is None else outputs
         about = weights is not None, outputs is not None, routing
-        return _planned, (x, scales, *assignment.sent(weights), made), about
-    return _counted, (given, outputs), (assignment, algorithm)
+        return _planned, (x, scales, *assignment.sent(weights), tensors), about
+    return _counted, (record, outputs), (assignment, algorithm)
 
 
 def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
@@ -374,45 +374,45 @@ def _on_device(
     facts: Tensor,
     tokens: Tensor,
     lines: Tensor,
-    made: list[Tensor],
+    tensors: list[Tensor],
     weighted: bool,
-    given: bool,
+    record: bool,
     routing: Routing,
 ) -> PreparedCall:
-    """Run the kernels; counts stay on the device. ``given``: the caller allocated ``made``."""
+    """Run the kernels; counts stay on the device. ``record``: the caller allocated ``tensors``."""
 
     def start() -> Outcome:
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
         name_algorithm("fused")
-        op = Dispatch(communicator, x, scales, received_of(made, scales is not None, weighted))
+        op = Dispatch(communicator, x, scales, received_of(tensors, scales is not None, weighted))
         moves = row_moves(communicator, DISPATCH, x, most, most * shape[1], routing)
         event = op.fused(SentTokens(facts, tokens, lines), *moves)
-        return Outcome(None if given else made, event)
+        return Outcome(None if record else tensors, event)
 
     return start, (), None
 
 
 def _with_counts(
     communicator: Communicator,
-    given: DispatchArguments,
+    record: DispatchArguments,
     outputs: list[Tensor] | None,
     assignment: Assignment,
     algorithm: str,
 ) -> PreparedCall:
     """Run with all ranks' counts on the host: for results of the exact length, or with torch."""
-    x, scales, weights, routing = given.input, given.scales, given.topk_weights, given.routing
+    x, scales, weights, routing = record.input, record.scales, record.topk_weights, record.routing
 
     def start() -> Outcome:
         terms, shape = _terms(x, scales, weights is not None), assignment.topk_idx.shape
         most, counts = agreed(communicator, DISPATCH, routing, shape, terms, assignment.counts)
         assert counts is not None
         routes = HostRoutes(assignment, counts, routing.expert_rows(communicator.world_size))
-        made = outputs
-        if made is None:
+        tensors = outputs
+        if tensors is None:
             rows = int(routes.sizes()[:, communicator.rank].sum())
-            made = results(given, communicator.world_size, rows)
-        result = received_of(made, scales is not None, weights is not None)
+            tensors = results(record, communicator.world_size, rows)
+        result = received_of(tensors, scales is not None, weights is not None)
         op, way = Dispatch(communicator, x, scales, result), algorithm if most else "unfused"
         rows = int(counts.sum(1).max())
         if routing.algorithm == "auto" and communicator.place.nodes is None and x.shape[1]:
@@ -423,7 +423,7 @@ def _with_counts(
             event = op.fused(assignment.sent(weights), *moves)
         else:
             event = (op.pipelined if way == "pipelined" else op.unfused)(routes, weights)
-        return Outcome(made if outputs is None else None, event)
+        return Outcome(tensors if outputs is None else None, event)
 
     return start, (), None
 
@@ -434,9 +434,9 @@ dispatch_rows = composed_form(DISPATCH, _prepared)
 """Maps ``(arguments, outputs)`` to the list of :func:`results`."""
 
 
-def received_of(made: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
+def received_of(tensors: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
     """Return the list of :func:`results`, by name."""
-    rows, *rest, segments = made
+    rows, *rest, segments = tensors
     scales = rest.pop(0) if scaled else None
     return Received(rows, scales, rest[0] if weighted else None, segments)
 
@@ -457,21 +457,21 @@ def arguments_of(
 
 
 def named(
-    made: Sequence[Tensor], given: DispatchArguments, group: Any, x: Any
+    tensors: Sequence[Tensor], record: DispatchArguments, group: Any, x: Any
 ) -> tuple[Received, DispatchHandle]:
     """Return the list of :func:`results` by name, low-latency rows by expert; and the handle.
 
     ``x``: the caller's. If it is block-scaled, so are the rows.
     """
-    received = received_of(made, given.scales is not None, given.topk_weights is not None)
-    if given.packed:
+    received = received_of(tensors, record.scales is not None, record.topk_weights is not None)
+    if record.packed:
         experts = received.segments.shape[0]
         scales = None if received.scales is None else _by_expert(received.scales, experts)
         received = received._replace(x=_by_expert(received.x, experts), scales=scales)
     if isinstance(x, Scaled):
         rows: Any = unpacked_rows(received.x, x.kind, x.shape[-1])
         received = received._replace(x=rows)
-    about = received.segments, given.topk_idx, given.topk_weights, given.routing
+    about = received.segments, record.topk_idx, record.topk_weights, record.routing
     return received, DispatchHandle(*about, group)
 
 
@@ -488,12 +488,12 @@ def values_and_scales(x: Any) -> tuple[Any, Any]:
     return x[0], x[1]
 
 
-def results(given: DispatchArguments, size: int, rows: Any = None) -> list[Tensor]:
+def results(record: DispatchArguments, size: int, rows: Any = None) -> list[Tensor]:
     """Allocate the results of a dispatch; zeros with a bound, as not all rows are written then.
 
     ``rows``: their number, without a bound; None for tracers, in whose graphs it has no value.
     """
-    x, scales, idx, routing = given.input, given.scales, given.topk_idx, given.routing
+    x, scales, idx, routing = record.input, record.scales, record.topk_idx, record.routing
     if x.dim() != 2 or idx.dim() != 2:
         raise ValueError(
             f"x and topk_idx must have 2 dimensions, got shapes {tuple(x.shape)} and {tuple(idx.shape)}"
@@ -502,32 +502,32 @@ def results(given: DispatchArguments, size: int, rows: Any = None) -> list[Tenso
         rows = routing.bound(idx.shape[1], size)
     elif rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
-    made = [x.new_empty(rows, x.shape[1])]
+    tensors = [x.new_empty(rows, x.shape[1])]
     if scales is not None:
-        made.append(scales.new_empty(rows, scales.shape[1]))
-    if given.topk_weights is not None:
-        made.append(given.topk_weights.new_empty(rows, dtype=torch.float32))
+        tensors.append(scales.new_empty(rows, scales.shape[1]))
+    if record.topk_weights is not None:
+        tensors.append(record.topk_weights.new_empty(rows, dtype=torch.float32))
     if routing.max_tokens:
-        for each in made:
+        for each in tensors:
             (each if each.element_size() > 1 else each.view(torch.uint8)).zero_()
     segments = routing.num_experts // size, size, 3
-    return [*made, idx.new_empty(segments, dtype=torch.int64)]
+    return [*tensors, idx.new_empty(segments, dtype=torch.int64)]
 
 
-def start(communicator: Communicator, given: DispatchArguments) -> Started:
-    made = None
-    if given.max_tokens:
+def start(communicator: Communicator, record: DispatchArguments) -> Started:
+    tensors = None
+    if record.max_tokens:
         with communicator.accepting(DISPATCH):
-            made = results(given, communicator.world_size)
-    if made is None:
-        return Started(dispatch_rows(communicator, (given, None)), None)
-    return Started(made, dispatch_rows(communicator, (given, made), async_op=True))
+            tensors = results(record, communicator.world_size)
+    if tensors is None:
+        return Started(dispatch_rows(communicator, (record, None)), None)
+    return Started(tensors, dispatch_rows(communicator, (record, tensors), async_op=True))
 
 
-def save(ctx: Any, given: DispatchArguments, output: Sequence[Tensor]) -> None:
-    ctx.routing, ctx.weighted = given.routing, given.topk_weights is not None
+def save(ctx: Any, record: DispatchArguments, output: Sequence[Tensor]) -> None:
+    ctx.routing, ctx.weighted = record.routing, record.topk_weights is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[-1], given.topk_idx)
+    ctx.save_for_backward(output[-1], record.topk_idx)
 
 
 def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
@@ -551,24 +551,24 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 def as_many(rows: Tensor, count: Any) -> Tensor:
     """Return ``count`` rows of a dispatch: its first ones, padded with zeros."""
-    made: Any = rows.shape[0]
-    if isinstance(made, torch.SymInt):
+    count_of_rows: Any = rows.shape[0]
+    if isinstance(count_of_rows, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy
 
-        if free_unbacked_symbols(made):
-            _check(made == count)  # in a graph the rows of a dispatch are never padded
+        if free_unbacked_symbols(count_of_rows):
+            _check(count_of_rows == count)  # in a graph the rows of a dispatch are never padded
             return rows
-    return rows if made == count else F.pad(rows, (0, 0, 0, count - made))
+    return rows if count_of_rows == count else F.pad(rows, (0, 0, 0, count - count_of_rows))
 
 
-def _by_expert_of_all(given: DispatchArguments, assignment: Assignment) -> list[Tensor]:
+def _by_expert_of_all(record: DispatchArguments, assignment: Assignment) -> list[Tensor]:
     """Return all tensors of the rows that a rank sends, in the order of :func:`results`, by expert."""
     slots = assignment.slots(int(assignment.counts.sum()))
-    tokens = slots // given.topk_idx.shape[1]
-    matrices = [each.contiguous() for each in (given.input, given.scales) if each is not None]
+    tokens = slots // record.topk_idx.shape[1]
+    matrices = [each.contiguous() for each in (record.input, record.scales) if each is not None]
     found = [bytes_of_rows(each)[tokens].view(each.dtype) for each in matrices]
-    if given.topk_weights is not None:
-        found.append(given.topk_weights.reshape(-1)[slots])
+    if record.topk_weights is not None:
+        found.append(record.topk_weights.reshape(-1)[slots])
     return found
 
 
@@ -580,18 +580,18 @@ def reference(ranks: Sequence[DispatchArguments], size: int) -> list[list[Tensor
         assigned(routing, each.topk_idx, each.input.shape[0], size, read=True) for each in ranks
     ]
     counts = torch.stack([each.counts for each in chosen])
-    sent, made = list(map(_by_expert_of_all, ranks, chosen)), []
-    for rank, (given, assignment) in enumerate(zip(ranks, chosen, strict=True)):
+    sent, results_of = list(map(_by_expert_of_all, ranks, chosen)), []
+    for rank, (record, assignment) in enumerate(zip(ranks, chosen, strict=True)):
         rows = routing.expert_rows(size)
         segments = known_segments(counts, rank, assignment.per_rank, rows)
-        outputs = results(given, size, int(segments[..., 1].sum()))
+        outputs = results(record, size, int(segments[..., 1].sum()))
         outputs[-1].copy_(segments)
         for line in segments.tolist():
             for theirs, (first, count, home) in zip(sent, line, strict=True):
                 for to, each in zip(outputs, theirs, strict=False):
                     to[first : first + count].copy_(each[home : home + count])
-        made.append(outputs)
-    return made
+        results_of.append(outputs)
+    return results_of
 
 
 GRADIENT = OpGradient(save, backward)

@@ -59,14 +59,14 @@ def dispatch(
     most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "low_latency": low_latency}
     operands: Any = x, topk_idx, topk_weights, num_experts
     try:
-        given, terms = arguments_of(
+        record, terms = arguments_of(
             *operands, num_max_dispatch_tokens_per_rank=most, algorithm=algorithm, **how
         )
     except (TypeError, ValueError) as error:
         refuse("dispatch", group, tag, error)
-    check("dispatch", group, tag, x=given.input, topk_idx=topk_idx, topk_weights=topk_weights)
+    check("dispatch", group, tag, x=record.input, topk_idx=topk_idx, topk_weights=topk_weights)
     with terms:
-        return named(run_record("dispatch", group, tag, given), given, group, x)
+        return named(run_record("dispatch", group, tag, record), record, group, x)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -154,25 +154,25 @@ def grouped_matmul_combine(
         topk_idx, topk_weights = choice(splits, topk_idx, topk_weights)
     operands: Any = input, weight, bias, topk_idx, topk_weights
     about: Any = home_splits, splits, False, algorithm, out_dtype
-    given = GroupedCombineArguments(*operands, *about)
-    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    factors = {"input": given.input, "weight": given.weight, "bias": bias}
-    given.return_rows = topk_weights is not None and keeps(False, [topk_weights])
+    record = GroupedCombineArguments(*operands, *about)
+    blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+    factors = {"input": record.input, "weight": record.weight, "bias": bias}
+    record.return_rows = topk_weights is not None and keeps(False, [topk_weights])
     if isinstance(splits, DispatchHandle):
         check(op, group, tag, **factors, topk_weights=topk_weights)
         routing = routing_for(splits, topk_idx)._replace(algorithm=algorithm)
-        rows = _matrix(op, tag, splits, "input", given.input)
+        rows = _matrix(op, tag, splits, "input", record.input)
         routed = RoutedCombineArguments(
-            rows, given.weight, bias, splits.segments, given.topk_idx, topk_weights, given.return_rows,
-            *routing, out_dtype, given.format,
+            rows, record.weight, bias, splits.segments, record.topk_idx, topk_weights, record.return_rows,
+            *routing, out_dtype, record.format,
         )  # fmt: skip
         with terms:
             return run_record(blocks.replace(op, ROUTED), group, tag, routed)[0]  # type: ignore[no-any-return]
     check(op, group, tag, **factors, topk_idx=topk_idx, topk_weights=topk_weights)
-    given.splits = ints(op, group, tag, "splits", splits)
-    given.home_splits = ints(op, group, tag, "home_splits", home_splits)
+    record.splits = ints(op, group, tag, "splits", splits)
+    record.home_splits = ints(op, group, tag, "home_splits", home_splits)
     with terms:
-        return run_record(blocks, group, tag, given)[0]  # type: ignore[no-any-return]
+        return run_record(blocks, group, tag, record)[0]  # type: ignore[no-any-return]
 
 
 def all_gather_grouped_matmul(
@@ -205,8 +205,8 @@ def all_gather_grouped_matmul(
     [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
-    given = GroupedArguments(input, weight, bias, *about)
-    return _grouped("all_gather_grouped_matmul", group, tag, given)  # type: ignore[no-any-return]
+    record = GroupedArguments(input, weight, bias, *about)
+    return _grouped("all_gather_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -238,18 +238,18 @@ def all_to_all_grouped_matmul(
     [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
-    given = GroupedArguments(input, weight, bias, *about)
-    return _grouped("all_to_all_grouped_matmul", group, tag, given)  # type: ignore[no-any-return]
+    record = GroupedArguments(input, weight, bias, *about)
+    return _grouped("all_to_all_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
 
 
-def _grouped(op: str, group: FunctionalGroup, tag: str, given: GroupedArguments) -> Any:
-    asked, input = given.return_received, given.input
-    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    check(op, group, tag, input=given.input, weight=given.weight, bias=given.bias)
+def _grouped(op: str, group: FunctionalGroup, tag: str, record: GroupedArguments) -> Any:
+    asked, input = record.return_received, record.input
+    blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+    check(op, group, tag, input=record.input, weight=record.weight, bias=record.bias)
     flag(op, group, tag, "return_received", asked)
     for name in ("input_splits", "output_splits"):
-        setattr(given, name, ints(op, group, tag, name, getattr(given, name)))
-    given.return_received = keeps(asked, [given.weight])
+        setattr(record, name, ints(op, group, tag, name, getattr(record, name)))
+    record.return_received = keeps(asked, [record.weight])
     with terms:
-        made = run_record(blocks, group, tag, given)
-    return block_scaled.with_gathered(input, (made[1], made[0])) if asked else made[0]
+        results = run_record(blocks, group, tag, record)
+    return block_scaled.with_gathered(input, (results[1], results[0])) if asked else results[0]

@@ -193,24 +193,24 @@ def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
 
 def grouped_matmul(
     communicator: Communicator,
-    given: GroupedArguments,
+    record: GroupedArguments,
     output: Tensor | None = None,
     received: Tensor | None = None,
 ) -> PreparedCall:
     """Prepare either op. ``output`` and ``received`` get the results, if the caller has allocated them."""
-    call = checked(communicator, given)
+    call = checked(communicator, record)
 
     def start() -> Outcome:
         routes, columns = agree(communicator, call)
-        made, rows = output, received
-        if made is None:
-            made, rows = results_of(call, routes.received(communicator.rank))
-        event = started(communicator, call, routes, columns, made, rows)
+        product, rows = output, received
+        if product is None:
+            product, rows = results_of(call, routes.received(communicator.rank))
+        event = started(communicator, call, routes, columns, product, rows)
         if output is not None:
             return Outcome(None, event)
-        if given.recorded:
-            return Outcome(([made] if rows is None else [made, rows], routes), event)
-        return Outcome(result(rows, made, routes.splits()), event)
+        if record.recorded:
+            return Outcome(([product] if rows is None else [product, rows], routes), event)
+        return Outcome(result(rows, product, routes.splits()), event)
 
     return start, (), None
 
@@ -218,11 +218,11 @@ def grouped_matmul(
 FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
-def results_of(given: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
+def results_of(record: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
     """Allocate the output and, if requested, the rows that were multiplied."""
-    new, dtype = given.input.new_empty, checks.output_dtype(given.out_dtype, given.input)
-    output = new(rows, given.weight.shape[2], dtype=dtype)
-    return output, new(rows, given.input.shape[1]) if given.return_received else None
+    new, dtype = record.input.new_empty, checks.output_dtype(record.out_dtype, record.input)
+    output = new(rows, record.weight.shape[2], dtype=dtype)
+    return output, new(rows, record.input.shape[1]) if record.return_received else None
 
 
 def started(
@@ -251,27 +251,27 @@ def started(
         algorithm = choose_algorithm(place, wide, rows, moved, empty=empty, tuned=tuned)
         if place.nodes is not None:
             algorithm = "unfused"
-    made = GroupedMatmul(communicator, call.op, input, linear, routes, received)
+    matmul = GroupedMatmul(communicator, call.op, input, linear, routes, received)
     checks.one_node(algorithm, communicator)
     name_algorithm(algorithm)
     if algorithm == "unfused":
-        return made.unfused()
+        return matmul.unfused()
     if algorithm == "pipelined":
-        return made.pipelined()
+        return matmul.pipelined()
     extents = routes.longest, call.weight.shape[2], inner
     fast = linear.fast_accum
-    return made.fused(
+    return matmul.fused(
         configuration.choose(place, input.dtype, *extents, grouped=True, fast_accum=fast)
     )
 
 
-def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
-    """Check the fields of ``given`` of all grouped matmuls: factors, the algorithm, the dtype."""
-    input = checks.tensor("input", given.input, communicator)
-    algorithm, dtype = checks.algorithm_and_dtype(input, given)
+def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
+    """Check the fields of ``record`` of all grouped matmuls: factors, the algorithm, the dtype."""
+    input = checks.tensor("input", record.input, communicator)
+    algorithm, dtype = checks.algorithm_and_dtype(input, record)
     if input.dim() != 2:
         raise ValueError(f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)}")
-    weight = checks.tensor("weight", given.weight, communicator)
+    weight = checks.tensor("weight", record.weight, communicator)
     if weight.dim() != 3 or not weight.shape[0]:
         raise ValueError(
             "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
@@ -284,23 +284,23 @@ def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
             f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
     columns = weight.shape[0], weight.shape[2]
-    bias = checks.bias_of("bias", given.bias, columns, input, communicator)
+    bias = checks.bias_of("bias", record.bias, columns, input, communicator)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     named = {"input": input, "weight": weight, "bias": bias}
     return {**named, "algorithm": algorithm, "out_dtype": dtype}
 
 
-def checked_tensors(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
+def checked_tensors(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
     """Return the arguments except splits, if they fit together on this rank."""
-    operands = checked_operands(communicator, given)
-    name = checks.activation("activation", given.activation)
-    checks.flag("return_received", given.return_received)
-    return GroupedArguments(**{**vars(given), **operands, "activation": name})
+    operands = checked_operands(communicator, record)
+    name = checks.activation("activation", record.activation)
+    checks.flag("return_received", record.return_received)
+    return GroupedArguments(**{**vars(record), **operands, "activation": name})
 
 
-def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    return with_splits(checked_tensors(communicator, given), communicator.world_size)
+def checked(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
+    return with_splits(checked_tensors(communicator, record), communicator.world_size)
 
 
 def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
@@ -368,8 +368,8 @@ def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, i
     """Return the routes, and the columns of the widest weight; raise alike on all ranks."""
     op, rank, world_size = call.op, communicator.rank, communicator.world_size
     terms = terms_of(call, len(call.input_splits))
-    mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
-    answers = communicator.parts(Call(op, with_context(terms), part=mine))
+    part = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
+    answers = communicator.parts(Call(op, with_context(terms), part=part))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size
@@ -474,15 +474,15 @@ class GroupedMatmul:
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
         """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
-        for own in [*(each[self.routes.rank] for each in self.routes.mine), None]:
-            end = received.shape[0] if own is None else own.to
+        for segment in [*(each[self.routes.rank] for each in self.routes.mine), None]:
+            end = received.shape[0] if segment is None else segment.to
             if done < end:
                 copy(received[done:end], arrived[done:end], "received")
-            if own is not None:
-                done = own.to + own.rows
-                if own.rows:
-                    mine = self.input[own.first : own.first + own.rows]
-                    copy(received[own.to : done], mine, "own rows")
+            if segment is not None:
+                done = segment.to + segment.rows
+                if segment.rows:
+                    rows = self.input[segment.first : segment.first + segment.rows]
+                    copy(received[segment.to : done], rows, "own rows")
 
     def pipelined(self) -> Event:
         """Torch matmuls per source and expert, by order of arrival, staged as for ``all_gather_matmul``."""
@@ -504,8 +504,8 @@ class GroupedMatmul:
                 first, count = block = routes.block(rank, peer)
                 if count and block not in staged:
                     shape = (count, inner)
-                    mine = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
-                    copying.copy(mine, input[first : first + count], f"stage for rank {peer}")
+                    own_rows = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
+                    copying.copy(own_rows, input[first : first + count], f"stage for rank {peer}")
                     staged.add(block)
                 copying.publish(workspace, peer, rank)
             for source in routes.sources:
@@ -586,23 +586,23 @@ class GroupedMatmul:
 # -- outputs and gradients -------------------------------------------------------------------------
 
 
-def results(given: GroupedArguments, size: int) -> list[Tensor]:
-    input, weight = given.input, given.weight
+def results(record: GroupedArguments, size: int) -> list[Tensor]:
+    input, weight = record.input, record.weight
     if input.dim() != 2 or weight.dim() != 3:
         raise ValueError(
             f"input must have 2 dimensions and weight 3, got shapes {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    output, received = results_of(given, sum(given.output_splits))
+    output, received = results_of(record, sum(record.output_splits))
     return [output] if received is None else [output, received]
 
 
-def start(op: str, communicator: Communicator, given: GroupedArguments) -> Started:
+def start(op: str, communicator: Communicator, record: GroupedArguments) -> Started:
     with communicator.accepting(op):
-        row_counts("output_splits", list(given.output_splits))
-        made = results(given, communicator.world_size)
-    given.op = op
-    return Started(made, FORMS[op](communicator, (given, *made), (), True))
+        row_counts("output_splits", list(record.output_splits))
+        tensors = results(record, communicator.world_size)
+    record.op = op
+    return Started(tensors, FORMS[op](communicator, (record, *tensors), (), True))
 
 
 class RowSplits(NamedTuple):
@@ -657,12 +657,12 @@ def _transposed(parts: Sequence[Tensor], columns: int) -> Tensor:
     return torch.cat([part for column in range(columns) for part in parts[column::columns]])
 
 
-def save(ctx: Any, given: GroupedArguments, output: Sequence[Tensor]) -> None:
-    sent, received = list(given.input_splits), list(given.output_splits)
-    ctx.splits = RowSplits(sent, received, int(given.weight.shape[0]))
-    ctx.needed, ctx.kept = requiring(given), given.return_received
+def save(ctx: Any, record: GroupedArguments, output: Sequence[Tensor]) -> None:
+    sent, received = list(record.input_splits), list(record.output_splits)
+    ctx.splits = RowSplits(sent, received, int(record.weight.shape[0]))
+    ctx.needed, ctx.kept = requiring(record), record.return_received
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1] if ctx.kept else given.input, given.weight)
+    ctx.save_for_backward(output[1] if ctx.kept else record.input, record.weight)
 
 
 def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
@@ -728,7 +728,7 @@ def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[lis
     by_rank.alike(op, "weight", [each.weight for each in calls], but=2)
     checks.algorithm_and_dtype(calls[0].input, calls[0])
     experts = calls[0].weight.shape[0]
-    sent, made = [torch.split(each.input, each.input_splits) for each in calls], []
+    sent, outputs = [torch.split(each.input, each.input_splits) for each in calls], []
     for rank, call in enumerate(calls):
         checks.same_dtype("weight", call.weight.dtype, "input", call.input.dtype)
         first = 0 if op == GATHER else rank * experts
@@ -744,8 +744,8 @@ def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[lis
         begins = prefix_sums(_sums(lengths, size))
         where = itertools.starmap(slice, itertools.pairwise(begins))
         multiply_by_expert(output, rows, call.weight, call.bias, where, call.format)
-        made.append([output] if received is None else [output, received.copy_(rows)])
-    return made
+        outputs.append([output] if received is None else [output, received.copy_(rows)])
+    return outputs
 
 
 _GATHERED: dict[str, Example] = {

@@ -239,18 +239,18 @@ class GroupedMatmulCombine:
 
 
 def _prepared(
-    communicator: Communicator, given: _Arguments, outputs: list[Tensor] | None
+    communicator: Communicator, record: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
     ``outputs``: from :func:`interlace.ops.experts.combine.results_of`; without them the result is the
     sums.
     """
-    call = checked(communicator, given)
-    if isinstance(given, GroupedCombineArguments):
-        splits = checked_splits(communicator, call, given.splits)
-        return _by_host, (outputs,), (call, splits, "", not given.home_splits)
-    routing, segments = given.routing, given.segments
+    call = checked(communicator, record)
+    if isinstance(record, GroupedCombineArguments):
+        splits = checked_splits(communicator, call, record.splits)
+        return _by_host, (outputs,), (call, splits, "", not record.home_splits)
+    routing, segments = record.routing, record.segments
     if not routing.max_tokens:
         splits = checked_splits(communicator, call, segments[..., 1])
         return _by_host, (outputs,), (call, splits)
@@ -263,25 +263,25 @@ def _prepared(
     return _planned, tensors, (routing, call.terms(), call.out_dtype, call.format)
 
 
-def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
+def checked(communicator: Communicator, record: _Arguments) -> CheckedCombine:
     """Return the arguments except splits, if they fit together on this rank."""
-    factors = checked_operands(communicator, given)
-    routing = _routing_of(given, factors["weight"].shape[0], communicator.world_size)
-    assignment = assignment_of(communicator, routing, given.topk_idx, None)
-    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
-    return CheckedCombine(assignment, weights, **factors, format=given.format)
+    factors = checked_operands(communicator, record)
+    routing = _routing_of(record, factors["weight"].shape[0], communicator.world_size)
+    assignment = assignment_of(communicator, routing, record.topk_idx, None)
+    weights = weights_of(communicator, record.topk_weights, assignment.topk_idx)
+    return CheckedCombine(assignment, weights, **factors, format=record.format)
 
 
-def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
+def _routing_of(record: _Arguments, each: int, world_size: int) -> Routing:
     """Return the routing of the dispatch, if it had ``each`` experts on every rank."""
-    if isinstance(given, GroupedCombineArguments):
+    if isinstance(record, GroupedCombineArguments):
         return Routing(each * world_size)
-    if given.num_experts != each * world_size:
+    if record.num_experts != each * world_size:
         raise ValueError(
             f"weight has {each} experts on each of {world_size} ranks, the dispatch had "
-            f"{given.num_experts}"
+            f"{record.num_experts}"
         )
-    return given.routing
+    return record.routing
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
@@ -322,11 +322,11 @@ def _fitting(
                 f"{OP}: splits have {sum(rows)} rows of rank {rank}, topk_idx has {slots} slots there"
             )
         return
-    for expert, (there, own) in enumerate(zip(rows, home, strict=True)):
-        if there != own:
+    for expert, (sent, chosen) in enumerate(zip(rows, home, strict=True)):
+        if sent != chosen:
             raise ValueError(
-                f"{OP}: splits on rank {expert // experts} have {there} rows of expert {expert} from rank "
-                f"{rank}, topk_idx has {own} on rank {rank}"
+                f"{OP}: splits on rank {expert // experts} have {sent} rows of expert {expert} from rank "
+                f"{rank}, topk_idx has {chosen} on rank {rank}"
             )
 
 
@@ -354,12 +354,12 @@ def _configured(
 ) -> tuple[Configuration, int]:
     """Return configuration and programs, equal on all ranks, for at most ``rows`` per segment."""
     place, dtype = communicator.place, call.input.dtype
-    mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
-    resident = least_of_all(communicator, OP, f"programs for {dtype}", mine)
+    programs = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
+    resident = least_of_all(communicator, OP, f"programs for {dtype}", programs)
     _, inner, columns = call.weight.shape
     kind = OPERAND_FORMATS.get(call.format)
-    how = {"grouped": True, "fast_accum": kind is None or kind.fast_accum}
-    return configuration.choose(place, dtype, rows, columns, inner, **how), resident
+    options = {"grouped": True, "fast_accum": kind is None or kind.fast_accum}
+    return configuration.choose(place, dtype, rows, columns, inner, **options), resident
 
 
 def _op(
@@ -457,31 +457,31 @@ grouped_matmul_combine = composed_form(OP, _prepared)
 """Maps ``(arguments, outputs)`` to the results, for the arguments of either op."""
 
 
-def results(given: _Arguments, size: int) -> list[Tensor]:
-    input, weight, idx = given.input, given.weight, given.topk_idx
+def results(record: _Arguments, size: int) -> list[Tensor]:
+    input, weight, idx = record.input, record.weight, record.topk_idx
     if input.dim() != 2 or weight.dim() != 3 or idx.dim() != 2:
         raise ValueError(
             "input and topk_idx must have 2 dimensions and weight 3, got shapes "
             f"{tuple(input.shape)}, {tuple(idx.shape)} and {tuple(weight.shape)}"
         )
-    like = input.new_empty((0, weight.shape[2]), dtype=checks.output_dtype(given.out_dtype, input))
-    return combine.results_of(like, idx, given.return_rows)
+    like = input.new_empty((0, weight.shape[2]), dtype=checks.output_dtype(record.out_dtype, input))
+    return combine.results_of(like, idx, record.return_rows)
 
 
-def start(communicator: Communicator, given: _Arguments) -> Started:
+def start(communicator: Communicator, record: _Arguments) -> Started:
     with communicator.accepting(OP):
-        outputs = results(given, communicator.world_size)
-    work = grouped_matmul_combine(communicator, (given, outputs), async_op=True)
+        outputs = results(record, communicator.world_size)
+    work = grouped_matmul_combine(communicator, (record, outputs), async_op=True)
     return Started(outputs, work)
 
 
-def save(ctx: Any, given: GroupedCombineArguments, output: Sequence[Tensor]) -> None:
-    sent, received = list(given.home_splits), list(given.splits)
-    ctx.splits = RowSplits(sent, received, int(given.weight.shape[0]))
-    ctx.needed, ctx.algorithm = requiring(given), given.algorithm
-    home = home_rows(OP, ctx.needed, given.return_rows, output)
+def save(ctx: Any, record: GroupedCombineArguments, output: Sequence[Tensor]) -> None:
+    sent, received = list(record.home_splits), list(record.splits)
+    ctx.splits = RowSplits(sent, received, int(record.weight.shape[0]))
+    ctx.needed, ctx.algorithm = requiring(record), record.algorithm
+    home = home_rows(OP, ctx.needed, record.return_rows, output)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(given.input, given.weight, given.topk_idx, given.topk_weights, home)
+    ctx.save_for_backward(record.input, record.weight, record.topk_idx, record.topk_weights, home)
 
 
 def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
@@ -518,12 +518,12 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 # -- by the segments of a dispatch -------------------------------------------------------------------
 
 
-def save_routed(ctx: Any, given: RoutedCombineArguments, output: Sequence[Tensor]) -> None:
-    ctx.needed, ctx.routing = requiring(given), given.routing
-    home = home_rows(OP, ctx.needed, given.return_rows, output)
+def save_routed(ctx: Any, record: RoutedCombineArguments, output: Sequence[Tensor]) -> None:
+    ctx.needed, ctx.routing = requiring(record), record.routing
+    home = home_rows(OP, ctx.needed, record.return_rows, output)
     ctx.set_materialize_grads(False)
-    about = given.segments, given.topk_idx, given.topk_weights
-    ctx.save_for_backward(given.input, given.weight, *about, home)
+    about = record.segments, record.topk_idx, record.topk_weights
+    ctx.save_for_backward(record.input, record.weight, *about, home)
 
 
 def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
@@ -534,8 +534,8 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
         return found
     if ctx.needed.intersection(FACTORS):
         about = segments, idx, weights, *ctx.routing, ctx.size, ctx.name
-        made = getattr(_ops, ROUTED_BACKWARD)(grad, input, weight, *about)
-        for name, each in zip(FACTORS, made, strict=True):
+        gradients = getattr(_ops, ROUTED_BACKWARD)(grad, input, weight, *about)
+        for name, each in zip(FACTORS, gradients, strict=True):
             complete = wait(each)
             if name in ctx.needed:
                 found[name] = complete
@@ -544,28 +544,30 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
     return found
 
 
-def routed_gradients(given: RoutedGradientArguments, size: int) -> list[Tensor]:
+def routed_gradients(record: RoutedGradientArguments, size: int) -> list[Tensor]:
     """Allocate the gradients of input, weight and bias."""
-    weight = given.weight
+    weight = record.weight
     bias = weight.new_empty((weight.shape[0], weight.shape[2]))
-    return [given.input.new_empty(given.input.shape), weight.new_empty(weight.shape), bias]
+    return [record.input.new_empty(record.input.shape), weight.new_empty(weight.shape), bias]
 
 
-def start_routed_backward(communicator: Communicator, given: RoutedGradientArguments) -> Started:
-    made = dispatch_rows(communicator, (_of_tokens(given), None))
-    return Started(_gradients(given, *made[:-1]), None)
+def start_routed_backward(communicator: Communicator, record: RoutedGradientArguments) -> Started:
+    tensors = dispatch_rows(communicator, (_of_tokens(record), None))
+    return Started(_gradients(record, *tensors[:-1]), None)
 
 
-def _of_tokens(given: RoutedGradientArguments) -> DispatchArguments:
-    return DispatchArguments(given.grad, None, given.topk_idx, given.topk_weights, *given.routing)
+def _of_tokens(record: RoutedGradientArguments) -> DispatchArguments:
+    return DispatchArguments(
+        record.grad, None, record.topk_idx, record.topk_weights, *record.routing
+    )
 
 
-def _gradients(given: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
+def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
     """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
-    rows = as_many(rows.to(given.weight.dtype), given.input.shape[0])
-    return of_products(given.input, rows, given.weight, given.segments, given.packed)
+    rows = as_many(rows.to(record.weight.dtype), record.input.shape[0])
+    return of_products(record.input, rows, record.weight, record.segments, record.packed)
 
 
 # -- references: one process plays all ranks --------------------------------------------------------
@@ -596,8 +598,11 @@ def _segments(ranks: Sequence[Any], experts: int) -> list[Tensor]:
 
 
 def backward_reference(ranks: Sequence[RoutedGradientArguments], size: int) -> list[list[Tensor]]:
-    every = dispatch.reference([_of_tokens(each) for each in ranks], size)
-    return [_gradients(each, *made[:-1]) for each, made in zip(ranks, every, strict=True)]
+    dispatched_of = dispatch.reference([_of_tokens(each) for each in ranks], size)
+    return [
+        _gradients(each, *dispatched[:-1])
+        for each, dispatched in zip(ranks, dispatched_of, strict=True)
+    ]
 
 
 GRADIENT, ROUTED_GRADIENT = OpGradient(save, backward), OpGradient(save_routed, backward_routed)

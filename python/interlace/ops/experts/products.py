@@ -92,8 +92,8 @@ def multiplied(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
     counts = segments[..., 1].sum(1).tolist()
     rest = x.shape[0] - sum(counts)
     parts = torch.split(x, [*counts, rest])[:-1]
-    made = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
-    return F.pad(made, (0, 0, 0, rest))
+    rows = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
+    return F.pad(rows, (0, 0, 0, rest))
 
 
 # The same for graphs, which cannot read counts.

@@ -113,8 +113,8 @@ class Assignment:
     def _on(self) -> Tensor:
         """Return ``[W, T]``: whether a token has a row on a rank."""
         ranks = torch.where(self.position < 0, -1, self.topk_idx // self.per_rank)
-        every = torch.arange(self.world_size, device=ranks.device)
-        return (ranks.unsqueeze(0) == every.view(-1, 1, 1)).any(-1)
+        numbers = torch.arange(self.world_size, device=ranks.device)
+        return (ranks.unsqueeze(0) == numbers.view(-1, 1, 1)).any(-1)
 
     def sent(self, weights: Tensor | None) -> SentTokens:
         idx, position = self.topk_idx.to(torch.int32), self.position.to(torch.int32)
@@ -137,13 +137,13 @@ def count_lines(tokens: Tensor, counts: Tensor) -> Tensor:
 
 def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows: int = 0) -> Tensor:
     """Return the kernels' int64 ``[E, W, 3]`` from ``[W, experts]``, all ranks' rows by expert."""
-    mine = routes_counts[:, rank * per_rank : (rank + 1) * per_rank]
+    own_counts = routes_counts[:, rank * per_rank : (rank + 1) * per_rank]
     begins = routes_counts.cumsum(1) - routes_counts
-    count = mine.t().contiguous()
+    count = own_counts.t().contiguous()
     first = (count.view(-1).cumsum(0) - count.view(-1)).view(count.shape)
     if expert_rows:
-        every = torch.arange(per_rank, device=count.device).unsqueeze(1)
-        first = every * expert_rows + count.cumsum(1) - count
+        experts = torch.arange(per_rank, device=count.device).unsqueeze(1)
+        first = experts * expert_rows + count.cumsum(1) - count
     home = begins[:, rank * per_rank : (rank + 1) * per_rank].t()
     return torch.stack([first, count, home], 2).contiguous()
 
@@ -387,14 +387,16 @@ def on_device(
     return algorithm if fits else "unfused"
 
 
-def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:
-    """Return the least of all ranks' numbers ``what``, which never change. Collective the first time only.
+def least_of_all(communicator: Communicator, op: str, name: str, number: int) -> int:
+    """Return the least of all ranks' numbers ``name``, which never change. Collective the first time only.
 
     Call it after ranks have agreed on their configuration.
     """
-    key = what, current().overrides
+    key = name, current().overrides
     if key not in communicator.numbers:
-        communicator.numbers[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
+        communicator.numbers[key] = min(
+            communicator.parts(Call(op, (("what", name),), part=number))
+        )
     return communicator.numbers[key]
 
 
@@ -517,17 +519,17 @@ def check_experts(topk_idx: Tensor, experts: int) -> None:
         raise ValueError(f"topk_idx has {least}; a slot without an expert must be -1")
 
 
-def check_same_choice(communicator: Communicator, sent: Tensor, given: Any) -> None:
-    """Raise if ``given`` differs from the ``topk_idx`` of the dispatch, as far as that needs no wait."""
-    given = checks.tensor("topk_idx", given, communicator)
-    if given.shape != sent.shape:
+def check_same_choice(communicator: Communicator, sent: Tensor, record: Any) -> None:
+    """Raise if ``record`` differs from the ``topk_idx`` of the dispatch, as far as that needs no wait."""
+    record = checks.tensor("topk_idx", record, communicator)
+    if record.shape != sent.shape:
         raise ValueError(
-            f"topk_idx has shape {tuple(given.shape)}, the dispatch's {tuple(sent.shape)}"
+            f"topk_idx has shape {tuple(record.shape)}, the dispatch's {tuple(sent.shape)}"
         )
-    if communicator.place.interpreted and bool((given != sent).any()):
-        token = int((given != sent).any(1).nonzero()[0])
+    if communicator.place.interpreted and bool((record != sent).any()):
+        token = int((record != sent).any(1).nonzero()[0])
         raise ValueError(
-            f"topk_idx of token {token} is {given[token].tolist()}, in the dispatch it was "
+            f"topk_idx of token {token} is {record[token].tolist()}, in the dispatch it was "
             f"{sent[token].tolist()}"
         )
 

@@ -96,7 +96,7 @@ def all_gather_matmul(
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
-    given = gather.AllGatherMatmulArguments(
+    record = gather.AllGatherMatmulArguments(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation,
         format=format or "",
     )  # fmt: skip
@@ -104,9 +104,9 @@ def all_gather_matmul(
     learning = requires_gradients(input, weight, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
     if format or isinstance(input, Scaled) or isinstance(weight, Scaled):
-        call: Any = run, communicator, gather.OP, given, async_op
+        call: Any = run, communicator, gather.OP, record, async_op
         return block_scaled.run_packed(*call, gathers=return_gathered)  # type: ignore[no-any-return]
-    return run(communicator.on(input), given, async_op=async_op)  # type: ignore[no-any-return]
+    return run(communicator.on(input), record, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(
@@ -175,11 +175,11 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    given = ReductionArguments(  # by position, as names take twice the time
+    record = ReductionArguments(  # by position, as names take twice the time
         input, weight, bias, residual, None, None, reduce_op, scatter_dim, None, algorithm, out_dtype,
         "", 0.0, "", gather_normed, activation, format or "",
     )  # fmt: skip
-    return run_reduction(SCATTER, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+    return run_reduction(SCATTER, record, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def matmul_all_reduce(
@@ -212,11 +212,11 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, weight, bias, residual, None, None, reduce_op, None, None, algorithm, out_dtype,
         "", 0.0, "", False, activation, format or "",
     )  # fmt: skip
-    return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+    return run_reduction(ALL_REDUCE, record, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def all_reduce_norm(
@@ -271,10 +271,10 @@ def all_reduce_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm
     )
-    return run_reduction(ALL_REDUCE_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+    return run_reduction(ALL_REDUCE_NORM, record, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_norm(
@@ -321,31 +321,31 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
         algorithm=algorithm, gather_normed=gather_normed,
     )  # fmt: skip
-    return run_reduction(SCATTER_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+    return run_reduction(SCATTER_NORM, record, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def run_reduction(
-    op: str, given: ReductionArguments, norm: Any, quantize: Any, group: Group, async_op: bool
+    op: str, record: ReductionArguments, norm: Any, quantize: Any, group: Group, async_op: bool
 ) -> Any:
     """Run an eager reduction of a product, or of existing rows."""
     communicator = resolve(group)
     with communicator.accepting(op):
-        if given.op != op:  # the caller passed None for a required argument
+        if record.op != op:  # the caller passed None for a required argument
             if op in (SCATTER, ALL_REDUCE):
-                checks.tensor("weight", given.weight, communicator)
-            checks.integer("scatter_dim", given.scatter_dim)
-        norms.take_norm(given, norm, quantize)
-    vectors = given.residual, given.norm_weight, given.norm_bias
-    learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
+                checks.tensor("weight", record.weight, communicator)
+            checks.integer("scatter_dim", record.scatter_dim)
+        norms.take_norm(record, norm, quantize)
+    vectors = record.residual, record.norm_weight, record.norm_bias
+    learning = requires_gradients(record.input, record.weight, record.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
-    if (given.format or scaled) and op in (SCATTER, ALL_REDUCE):
-        return block_scaled.run_packed(run, communicator, op, given, async_op)
-    return run(communicator.on(given.input), given, async_op=async_op)
+    scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)
+    if (record.format or scaled) and op in (SCATTER, ALL_REDUCE):
+        return block_scaled.run_packed(run, communicator, op, record, async_op)
+    return run(communicator.on(record.input), record, async_op=async_op)
 
 
 # -- calls whose gradients are recorded ------------------------------------------------------------
@@ -365,10 +365,10 @@ def _recorded_gather(
         return_gathered=asked or (learning and not given.format),
     )  # fmt: skip
 
-    def results(given: gather.AllGatherMatmulArguments, made: Any) -> Any:
-        outputs, lengths = made or (None, None)
-        weights, biases = gather.listed(given.weights, given.biases)
-        return dataclasses.replace(given, weights=weights, biases=biases, lengths=lengths), outputs
+    def results(record: gather.AllGatherMatmulArguments, result: Any) -> Any:
+        outputs, lengths = result or (None, None)
+        weights, biases = gather.listed(record.weights, record.biases)
+        return dataclasses.replace(record, weights=weights, biases=biases, lengths=lengths), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
         done = [
@@ -378,8 +378,8 @@ def _recorded_gather(
         result = done if several else done[0]
         return (outputs[count], result) if asked else result
 
-    def run(given: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
-        return gather.gather_matmul(communicator, in_format(given), async_op=async_op)
+    def run(record: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
+        return gather.gather_matmul(communicator, in_format(record), async_op=async_op)
 
     op = block_scaled.op_of(gather.OP, given.format)
     with gather.taking_any_lengths():
@@ -403,11 +403,11 @@ def _recorded_reduction(
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
     op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
 
-    def results(given: ReductionArguments, made: Any) -> Any:
-        outputs = norms.listed(made) if given.kind and made else [made]
-        name = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
-        length = own_part(given, communicator)
-        return dataclasses.replace(given, reduce_op=name, length=length), outputs
+    def results(record: ReductionArguments, result: Any) -> Any:
+        outputs = norms.listed(result) if record.kind and result else [result]
+        name = checks.one_of("reduce_op", record.reduce_op, checks.REDUCE_OPS)
+        length = own_part(record, communicator)
+        return dataclasses.replace(record, reduce_op=name, length=length), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
         if plain.kind:
@@ -415,8 +415,8 @@ def _recorded_reduction(
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 
-    def run(given: ReductionArguments, async_op: bool) -> Any:
-        return norms.FORMS[given.op](communicator, in_format(given), async_op=async_op)
+    def run(record: ReductionArguments, async_op: bool) -> Any:
+        return norms.FORMS[record.op](communicator, in_format(record), async_op=async_op)
 
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
@@ -425,18 +425,18 @@ def _recorded_reduction(
         )
 
 
-def in_format(given: Any) -> Any:
+def in_format(record: Any) -> Any:
     """Return the record for the kernels: with packed rows, if it has a format."""
-    return block_scaled.quantized(given) if given.format else given
+    return block_scaled.quantized(record) if record.format else record
 
 
-def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:
+def _normed(communicator: Communicator, record: ReductionArguments, total: Tensor) -> Any:
     """Norm, with torch, a reduction to which an activation was applied."""
-    total = total if given.residual is None else total + given.residual
-    normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
-    if given.gather_normed:
-        dim = checks.index("scatter_dim", given.scatter_dim, total.dim())
-        length, size = given.input.shape[dim], communicator.world_size
+    total = total if record.residual is None else total + record.residual
+    normed = unrounded(total, norms.norm_of(record)).to(total.dtype)
+    if record.gather_normed:
+        dim = checks.index("scatter_dim", record.scatter_dim, total.dim())
+        length, size = record.input.shape[dim], communicator.world_size
         part = padded(normed, dim, longest(length, size))
         normed = wait(_ops.all_gather(part, dim, size, communicator)).narrow(dim, 0, length)
     return normed, total

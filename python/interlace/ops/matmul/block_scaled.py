@@ -80,18 +80,22 @@ def with_format(op: Op) -> Op:
     without = [name for name in op.without if name != "format"]
     quantises = not set(op.kinds) & set(OF_EXPERTS)
 
-    def packed_record(given: Any) -> Any:
-        return quantized(given) if quantises else given
+    def packed_record(record: Any) -> Any:
+        return quantized(record) if quantises else record
 
-    def start(communicator: Communicator, given: Any, **out: torch.Tensor) -> Started:
+    def start(communicator: Communicator, record: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
-            format_named(given.format, OPERAND_FORMATS)
-            made = packed_record(given)
-        with contextlib.nullcontext() if made is given else comparing(("k", given.input.shape[-1])):
-            return op.start(communicator, made, **out)
+            format_named(record.format, OPERAND_FORMATS)
+            packed_call = packed_record(record)
+        with (
+            contextlib.nullcontext()
+            if packed_call is record
+            else comparing(("k", record.input.shape[-1]))
+        ):
+            return op.start(communicator, packed_call, **out)
 
-    def outputs(given: Any, size: Any) -> Any:
-        return op.outputs(packed_record(given), size)
+    def outputs(record: Any, size: Any) -> Any:
+        return op.outputs(packed_record(record), size)
 
     def reference(ranks: Sequence[Any], size: int) -> list[list[torch.Tensor]]:
         return op.reference([*map(packed_record, ranks)], size)
@@ -115,19 +119,19 @@ def op_of(name: str, format: str) -> Op:
 
 def call_in(start: Callable[..., Any], format: str, name: str, *arguments: Any) -> Any:
     """Start an op; with a format, the op for block-scaled operands. The last arguments are the group."""
-    *own, size, group = arguments
+    *values, size, group = arguments
     of_format = [format] if format else []
-    return start(op_of(name, format).name, *own, *of_format, size, group)
+    return start(op_of(name, format).name, *values, *of_format, size, group)
 
 
 def _of_floats(gradient: OpGradient) -> OpGradient:
     """Return the gradient for operands that the op quantises. It has no gradient itself."""
 
-    def save(ctx: Any, given: Any, output: Any) -> None:
-        _, _, operands = _factors(given)
+    def save(ctx: Any, record: Any, output: Any) -> None:
+        _, _, operands = _factors(record)
         if any(each.dtype == torch.uint8 for each in operands):
             _refuse()
-        gradient.save(ctx, given, output)
+        gradient.save(ctx, record, output)
 
     def backward(ctx: Any, grad: Any) -> Any:
         if torch.is_grad_enabled():
@@ -145,8 +149,12 @@ def _packed_example(make: Example, weight: bool) -> Example:
         return packed_rows(scaled)
 
     def example(setting: Setting) -> Any:
-        made = make(dataclasses.replace(setting, dtype=torch.float32))
-        return [*map(packed_numbers, made)] if isinstance(made, list) else packed_numbers(made)
+        numbers = make(dataclasses.replace(setting, dtype=torch.float32))
+        return (
+            [*map(packed_numbers, numbers)]
+            if isinstance(numbers, list)
+            else packed_numbers(numbers)
+        )
 
     return example
 
@@ -184,8 +192,8 @@ def _swizzled_sizes(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int,
     """Return the rows and blocks of a matrix, and the number of its swizzled scales of ``dtype``."""
     kind = FORMATS["nvfp4"] if dtype == E4M3 else FORMATS["mxfp8"]
     packed = 1 if matrix.dtype in (E4M3, E5M2) else 2
-    *others, length = matrix.shape
-    rows, blocks = math.prod(others), -(-length * packed // kind.block)
+    *leading, length = matrix.shape
+    rows, blocks = math.prod(leading), -(-length * packed // kind.block)
     of_rows, of_blocks = -(-rows // SWIZZLE_ROWS), -(-blocks // SWIZZLE_COLUMNS)
     return rows, blocks, of_rows * SWIZZLE_ROWS * of_blocks * SWIZZLE_COLUMNS
 
@@ -204,14 +212,14 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
     if scales.dtype not in (E8M0, E4M3):
         return scales
     matrix = values if inner == -1 else values.mT
-    *others, _ = matrix.shape
+    *leading, _ = matrix.shape
     rows, blocks, wanted = _swizzled_sizes(matrix, scales.dtype)
     if scales.numel() != wanted:
         raise ValueError(
             f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
             f"them: {wanted} for values of shape {tuple(values.shape)}; got shape {tuple(scales.shape)}"
         )
-    plain = unswizzled(scales.reshape(-1), rows, blocks).view(*others, blocks)
+    plain = unswizzled(scales.reshape(-1), rows, blocks).view(*leading, blocks)
     return plain if inner == -1 else plain.mT
 
 
@@ -228,11 +236,11 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
         return []
     # Operands without blocks should have the others' format.
     likely = next(filter(None, formats))
-    made = []
+    matrices = []
     for index, (pair, format) in enumerate(zip(pairs, formats, strict=True)):
         with naming(name_of(index, len(weights) > 1)):
-            made.append(Scaled(*pair, format or likely, None, -2 if index else -1))
-    return made
+            matrices.append(Scaled(*pair, format or likely, None, -2 if index else -1))
+    return matrices
 
 
 def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scaled]) -> None:
@@ -263,79 +271,79 @@ def naming(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
-def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
+def with_gathered(input: Any, result: Any, *, async_op: bool = False) -> Any:
     """Return ``(gathered, *results)`` of an op; ``gathered`` is block-scaled if ``input`` is."""
     if not isinstance(input, Scaled):
-        return made
+        return result
 
-    def finish(made: Sequence[Any]) -> tuple[Any, ...]:
-        gathered, *results = made
+    def finish(result: Sequence[Any]) -> tuple[Any, ...]:
+        gathered, *results = result
         return unpacked_rows(gathered, input.kind, input.shape[-1]), *results
 
-    return ContinuedWork(made, finish) if async_op else finish(made)
+    return ContinuedWork(result, finish) if async_op else finish(result)
 
 
 def run_packed(
     run: Callable[..., Any],
     communicator: Communicator,
     op: str,
-    given: Any,
+    record: Any,
     async_op: bool,
     *,
     gathers: bool = False,
 ) -> Any:
     """Call ``run(communicator, given, async_op)`` with packed operands. Ranks also compare k.
 
-    ``given``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
+    ``record``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
     stay as they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered
     input. Raises ValueError or TypeError on all ranks if an operand is wrong.
     """
     with communicator.accepting(op):
-        made = packed(given, check_scales=True)
-        made = made if learns(made) else quantized(made)
-    with comparing(("k", given.input.shape[-1])):
-        result = run(communicator.on(made.input), made, async_op=async_op)
-    return with_gathered(given.input, result, async_op=async_op) if gathers else result
+        packed_call = packed(record, check_scales=True)
+        packed_call = packed_call if learns(packed_call) else quantized(packed_call)
+    with comparing(("k", record.input.shape[-1])):
+        result = run(communicator.on(packed_call.input), packed_call, async_op=async_op)
+    return with_gathered(record.input, result, async_op=async_op) if gathers else result
 
 
-def are_formatted(given: Any) -> bool:
+def are_formatted(record: Any) -> bool:
     """Return whether the operands of a record are block-scaled, or will be."""
-    asked = getattr(given, "format", "")
-    return bool(asked) or are_scaled(*[getattr(given, name, None) for name in FACTORS])
+    asked = getattr(record, "format", "")
+    return bool(asked) or are_scaled(*[getattr(record, name, None) for name in FACTORS])
 
 
-def learns(given: Any) -> bool:
+def learns(record: Any) -> bool:
     """Return whether autograd must record a call with this record."""
-    return requires_gradients(*vars(given).values())
+    return requires_gradients(*vars(record).values())
 
 
-def _factors(given: Any) -> tuple[str, bool, list[Any]]:
+def _factors(record: Any) -> tuple[str, bool, list[Any]]:
     """Return the name of a record's weights, whether there are several, and the input and each weight."""
-    name = "weights" if hasattr(given, "weights") else "weight"
-    weights = getattr(given, name)
+    name = "weights" if hasattr(record, "weights") else "weight"
+    weights = getattr(record, name)
     several = isinstance(weights, (list, tuple))
-    return name, several, [given.input, *(weights if several else [weights])]
+    return name, several, [record.input, *(weights if several else [weights])]
 
 
-def packed(given: Any, *, check_scales: bool) -> Any:
+def packed(record: Any, *, check_scales: bool) -> Any:
     """Return a record of an op with the packed rows of its block-scaled operands, and their format.
 
     If a format is requested and all operands are floats, they stay, as the op quantises them.
     """
-    name, several, operands = _factors(given)
-    dim = getattr(given, "gather_dim", 0)
-    if isinstance(given.input, Scaled) and dim in (-1, given.input.values.dim() - 1):
+    name, several, operands = _factors(record)
+    dim = getattr(record, "gather_dim", 0)
+    if isinstance(record.input, Scaled) and dim in (-1, record.input.values.dim() - 1):
         raise ValueError(
             f"gather_dim={dim} is k, the last dimension of input and the dimension of its blocks: gather "
-            f"block-scaled operands along another one; shape of input is {tuple(given.input.shape)}"
+            f"block-scaled operands along another one; shape of input is {tuple(record.input.shape)}"
         )
-    by_expert = any(hasattr(given, each) for each in OF_EXPERTS)
-    if given.format:
-        operands = _formatted(given, operands)
+    by_expert = any(hasattr(record, each) for each in OF_EXPERTS)
+    if record.format:
+        operands = _formatted(record, operands)
         if not are_scaled(*operands):
-            return given
-        if isinstance(given.input, torch.Tensor):
-            given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
+            return record
+        if isinstance(record.input, torch.Tensor):
+            record = dataclasses.replace(record, out_dtype=record.out_dtype or record.input.dtype)
     if len(operands) == 1:
         raise TypeError(
             "weight must be an interlace.Scaled or a non-empty sequence of them, got []"
@@ -345,46 +353,46 @@ def packed(given: Any, *, check_scales: bool) -> Any:
         _check(operands[: index + 1], operand_name, by_expert)
         if check_scales:
             _check_scales(operand_name, each)
-    biases = given.biases if name == "weights" else given.bias
-    every = biases if isinstance(biases, (list, tuple)) else [biases]
+    biases = record.biases if name == "weights" else record.bias
+    all_biases = biases if isinstance(biases, (list, tuple)) else [biases]
     parts = [part for each in operands for part in (each.values, each.scales, each.whole)]
     if torch.is_grad_enabled() and any(
-        getattr(each, "requires_grad", False) for each in (*every, *parts)
+        getattr(each, "requires_grad", False) for each in (*all_biases, *parts)
     ):
         _refuse()
     input, *rows = map(packed_rows, operands)
     format = operand_format(operands[0].format, operands[1].format)
     values = {"input": input, name: rows if several else rows[0], "format": format}
-    return dataclasses.replace(given, **values)
+    return dataclasses.replace(record, **values)
 
 
-def _formatted(given: Any, operands: list[Any]) -> list[Any]:
+def _formatted(record: Any, operands: list[Any]) -> list[Any]:
     """Return the operands of a call with ``format``: if some are block-scaled, quantise the others."""
-    kind = format_named(given.format)
-    if getattr(given, "return_gathered", False):
+    kind = format_named(record.format)
+    if getattr(record, "return_gathered", False):
         raise ValueError(
             "return_gathered returns the sent data, which with format= is block-scaled: pass "
             f"interlace.quantize(input, {kind.name!r}) without format="
         )
     if not are_scaled(*operands):
-        _check_numbers(given)
+        _check_numbers(record)
         return operands
     input, *weights = operands
-    made = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
+    matrices = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
     for weight in weights:
-        made.append(weight if isinstance(weight, Scaled) else _as_weight(weight, kind.name))
-    if made[0].format != kind.name:
-        raise ValueError(f"format is {kind.name!r}, input is in {made[0].format}")
-    return made
+        matrices.append(weight if isinstance(weight, Scaled) else _as_weight(weight, kind.name))
+    if matrices[0].format != kind.name:
+        raise ValueError(f"format is {kind.name!r}, input is in {matrices[0].format}")
+    return matrices
 
 
-def _check_numbers(given: Any, *, packed: bool = False) -> None:
+def _check_numbers(record: Any, *, packed: bool = False) -> None:
     """Raise unless the input and the weights are floats that can be quantised and multiplied.
 
     ``packed``: weights may be packed columns already.
     """
-    _, several, operands = _factors(given)
-    input, kind = operands[0], format_named(given.format)
+    _, several, operands = _factors(record)
+    input, kind = operands[0], format_named(record.format)
     for index, each in enumerate(operands):
         name = name_of(index, several)
         if not isinstance(each, torch.Tensor):
@@ -398,10 +406,10 @@ def _check_numbers(given: Any, *, packed: bool = False) -> None:
         kind.check_shape(name, each.shape[::-1] if index else each.shape)
         if index:
             inner_length(name, each.shape[-2], input)
-    gathers = hasattr(given, "gather_dim")
+    gathers = hasattr(record, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
-    dim = getattr(given, name)
-    if dim in (-1, input.dim() - 1) and (gathers or learns(given)):
+    dim = getattr(record, name)
+    if dim in (-1, input.dim() - 1) and (gathers or learns(record)):
         raise ValueError(
             f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
             "from several ranks"
@@ -409,16 +417,16 @@ def _check_numbers(given: Any, *, packed: bool = False) -> None:
 
 
 @torch.no_grad()
-def quantized(given: Any) -> Any:
+def quantized(record: Any) -> Any:
     """Return a record with packed rows instead of float factors."""
-    name, several, (input, *weights) = _factors(given)
+    name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
-        return given
-    _check_numbers(given, packed=True)
-    columns = [packed_weight(each, given.format) for each in weights]
-    rows = packed_rows(quantize(input, given.format))
-    made = {"input": rows, name: columns if several else columns[0]}
-    return dataclasses.replace(given, out_dtype=given.out_dtype or input.dtype, **made)
+        return record
+    _check_numbers(record, packed=True)
+    columns = [packed_weight(each, record.format) for each in weights]
+    rows = packed_rows(quantize(input, record.format))
+    fields = {"input": rows, name: columns if several else columns[0]}
+    return dataclasses.replace(record, out_dtype=record.out_dtype or input.dtype, **fields)
 
 
 def _as_weight(weight: Any, format: str) -> Scaled:
@@ -431,27 +439,27 @@ def packed_weight(weight: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def packed_by_functional(
-    op: str, given: Any, group: FunctionalGroup, tag: str
+    op: str, record: Any, group: FunctionalGroup, tag: str
 ) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
     """Return the name of an op, its record with packed operands, and a context in which ranks compare k.
 
     In a graph, k is not compared, and scales are not checked.
     """
-    if not are_formatted(given):
-        return op, given, contextlib.nullcontext()
+    if not are_formatted(record):
+        return op, record, contextlib.nullcontext()
     known = not traced()
-    learning = getattr(given, "topk_weights", None)
+    learning = getattr(record, "topk_weights", None)
     try:
         if torch.is_grad_enabled() and learning is not None and learning.requires_grad:
             raise RuntimeError(
                 f"functional.{op} of block-scaled operands has no gradient for topk_weights; call "
                 f"interlace.{op}, which has one"
             )
-        made = packed(given, check_scales=known)
+        packed_call = packed(record, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
-    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
-    return f"block_scaled_{op}", made, terms
+    terms = comparing(("k", record.input.shape[-1])) if known else contextlib.nullcontext()
+    return f"block_scaled_{op}", packed_call, terms
 
 
 def traced() -> bool:
@@ -551,8 +559,8 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> tor
         each if each.dtype == torch.uint8 else packed_parts(each, parts, format)
         for each in (left, right)
     ]
-    made: torch.Tensor = multiply_parts(packed[0], packed[1], format)
-    return made
+    result: torch.Tensor = multiply_parts(packed[0], packed[1], format)
+    return result
 
 
 def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
@@ -572,5 +580,5 @@ def product(
     left = left.detach()
     rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
     columns = packed_weight(weight, format).mT
-    made: torch.Tensor = multiply_parts(rows[None], columns[None], format)
-    return made.to(out_dtype or left.dtype).view(*left.shape[:-1], weight.shape[1])
+    result: torch.Tensor = multiply_parts(rows[None], columns[None], format)
+    return result.to(out_dtype or left.dtype).view(*left.shape[:-1], weight.shape[1])

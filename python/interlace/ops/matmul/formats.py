@@ -234,21 +234,21 @@ class Scaled:
 
     def _plain(self, kind: BlockFormat, scales: Tensor) -> Tensor:
         """Return the scales by row and block, whatever their layout is."""
-        *others, rows, length = self.values.shape if self.inner == -1 else self.values.mT.shape
+        *leading, rows, length = self.values.shape if self.inner == -1 else self.values.mT.shape
         blocks = _blocks(length * kind.packed, kind.block)
-        shapes = [(*others, rows, blocks)]
+        shapes = [(*leading, rows, blocks)]
         if kind.across > 1:
-            shapes.append((*others, _blocks(rows, kind.across), blocks))
-        shapes = [each if self.inner == -1 else (*others, *each[:-3:-1]) for each in shapes]
+            shapes.append((*leading, _blocks(rows, kind.across), blocks))
+        shapes = [each if self.inner == -1 else (*leading, *each[:-3:-1]) for each in shapes]
         if tuple(scales.shape) in shapes:
             return scales
         flat = (_swizzled(rows, blocks),)
         as_matrix = _blocks(rows, 128) * 32, _blocks(blocks, 4) * 16
-        if kind.scale.itemsize == 1 and not others and scales.shape in (flat, as_matrix):
+        if kind.scale.itemsize == 1 and not leading and scales.shape in (flat, as_matrix):
             plain = unswizzled(scales, rows, blocks)
             return plain if self.inner == -1 else plain.t()
         wanted = " or ".join(map(str, shapes))
-        if kind.scale.itemsize == 1 and not others:
+        if kind.scale.itemsize == 1 and not leading:
             wanted += f", or in the layout SWIZZLE_32_4_4 {flat} or {as_matrix}"
         raise ValueError(
             f"scales of {kind.name} must be {wanted}, for values of shape {tuple(self.values.shape)} and "
@@ -270,8 +270,8 @@ class Scaled:
     def t(self) -> Scaled:
         """Return the same numbers with the last two dimensions exchanged. Nothing is copied."""
         whole = self.whole if self.whole is None or self.whole.numel() == 1 else self.whole.mT
-        made = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
-        return made if self._rows is None else made._of_rows(self._rows.mT)
+        transposed = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
+        return transposed if self._rows is None else transposed._of_rows(self._rows.mT)
 
     def narrow(self, dim: int, start: int, length: int) -> Scaled:
         """Return ``length`` indices from ``start`` on, along one of the last two dimensions.
@@ -380,12 +380,12 @@ class Scaled:
         """
         rows_first = self if self.inner == -1 else self.t()
         values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
-        every = [("scales", scales, self.kind.block)]
+        checks_of = [("scales", scales, self.kind.block)]
         if whole is not None:
-            every.append(
+            checks_of.append(
                 ("whole", whole.expand(1, 1) if whole.dim() == 0 else whole, self.shape[self.inner])
             )
-        for name, found, block in every:
+        for name, found, block in checks_of:
             wrong = ~((found > 0) & found.isfinite())
             if not bool(wrong.any()):
                 continue
@@ -409,9 +409,9 @@ class Scaled:
         kind, scales = self.kind, rows_first._scales_of_rows().float()
         numbers = _numbers(rows_first.values, kind)
         length = numbers.shape[-1]
-        made = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
-        made = made if rows_first.whole is None else made * rows_first.whole
-        return (made if self.inner == -1 else made.mT).to(dtype)
+        product = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
+        product = product if rows_first.whole is None else product * rows_first.whole
+        return (product if self.inner == -1 else product.mT).to(dtype)
 
 
 def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
@@ -514,10 +514,10 @@ def quantize(
 
 def _tiles(numbers: Tensor, block: int, across: int) -> Tensor:
     """Return ``[..., rows, k]`` as ``[..., bands, across, blocks, block]``, with zeros at the ends."""
-    *others, rows, length = numbers.shape
+    *leading, rows, length = numbers.shape
     blocks, bands = _blocks(length, block), _blocks(rows, across)
     padded = pad(numbers, (0, blocks * block - length, 0, bands * across - rows))
-    return padded.reshape(*others, bands, across, blocks, block)
+    return padded.reshape(*leading, bands, across, blocks, block)
 
 
 def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
@@ -596,29 +596,29 @@ def packed_rows(scaled: Scaled) -> Tensor:
         return scaled._rows
     if scaled.inner == -2:
         return packed_rows(scaled.t()).mT
-    kind, (*others, rows, numbers) = scaled.kind, scaled.shape
-    made = scaled.values.new_zeros((*others, rows, kind.row_bytes(numbers)), dtype=torch.uint8)
-    values, scales, whole = _views(made, kind)
+    kind, (*leading, rows, numbers) = scaled.kind, scaled.shape
+    packed = scaled.values.new_zeros((*leading, rows, kind.row_bytes(numbers)), dtype=torch.uint8)
+    values, scales, whole = _views(packed, kind)
     values[..., : scaled.values.shape[-1]] = scaled.values.view(torch.uint8)
     of_rows = scaled._scales_of_rows()
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
         whole.copy_(whole.new_ones(()) if scaled.whole is None else scaled.whole)
-    return made
+    return packed
 
 
 def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
     """Return the matrix with these packed rows of ``numbers`` numbers; an op accepts it without a copy."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
-    made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
-    return made._of_rows(rows)
+    scaled = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    return scaled._of_rows(rows)
 
 
 def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
     """Rebuild packed rows from the result of :meth:`Scaled.__reduce__`."""
-    made = unpacked_rows(rows, format_named(format), numbers)
-    return made if inner == -1 else made.t()
+    scaled = unpacked_rows(rows, format_named(format), numbers)
+    return scaled if inner == -1 else scaled.t()
 
 
 def _of_bytes(
@@ -671,14 +671,16 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
     """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
     for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True):
-        own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
+        own_scales = scales[
+            :, step * INNER // kind.block : (step + 1) * INNER // kind.block
+        ].float()
         numbers = _numbers(
             values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], side
         )
         if kind.scale != torch.float32:
-            numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()
+            numbers = (numbers * own_scales.repeat_interleave(kind.block, 1)).bfloat16().float()
         factors.append(numbers.numpy())
-        of_rows.append(own)
+        of_rows.append(own_scales)
     product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
     return product * (of_rows[0] * of_rows[1].T) if kind.scale == torch.float32 else product
 

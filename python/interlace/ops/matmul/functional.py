@@ -76,26 +76,26 @@ def all_gather_matmul(
     >>> interlace.run(gathered, 2)
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    given = AllGatherMatmulArguments(
+    record = AllGatherMatmulArguments(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, format=format or ""
     )
-    return gather(given, group, tag, save_gathered=save_gathered)  # type: ignore[no-any-return]
+    return gather(record, group, tag, save_gathered=save_gathered)  # type: ignore[no-any-return]
 
 
 def gather(
-    given: AllGatherMatmulArguments,
+    record: AllGatherMatmulArguments,
     group: FunctionalGroup,
     tag: str = "",
     *,
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record with weights and biases as callers pass them."""
-    op, input, asked = OP, given.input, given.return_gathered
+    op, input, asked = OP, record.input, record.return_gathered
     terms: AbstractContextManager[None] = nullcontext()
-    if given.format or isinstance(input, Scaled) or isinstance(given.weights, Scaled):
-        op, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    weight, bias = given.weights, given.biases
-    check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
+    if record.format or isinstance(input, Scaled) or isinstance(record.weights, Scaled):
+        op, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+    weight, bias = record.weights, record.biases
+    check(op, group, tag, {"gather_dim": record.gather_dim}, input=record.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
         text = f"weight must be a tensor or a list of tensors, got {type(weight).__name__}"
@@ -110,13 +110,17 @@ def gather(
     for each in biases:
         if each is not None:
             check(op, group, tag, bias=each)
-    given.weights, given.biases = listed(weights, biases)
-    saved = save_gathered and not given.format and keeps(False, weights)
-    given.return_gathered = asked or saved
+    record.weights, record.biases = listed(weights, biases)
+    saved = save_gathered and not record.format and keeps(False, weights)
+    record.return_gathered = asked or saved
     with terms:
-        made = run_record(op, group, tag, given)
-    outputs = made[: len(weights)] if several else made[0]
-    return block_scaled.with_gathered(input, (made[len(weights)], outputs)) if asked else outputs
+        packed_call = run_record(op, group, tag, record)
+    outputs = packed_call[: len(weights)] if several else packed_call[0]
+    return (
+        block_scaled.with_gathered(input, (packed_call[len(weights)], outputs))
+        if asked
+        else outputs
+    )
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
@@ -163,11 +167,11 @@ def matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
         algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, format=format or "",
     )  # fmt: skip
-    return reduce(SCATTER, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+    return reduce(SCATTER, record, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def matmul_all_reduce(
@@ -199,11 +203,11 @@ def matmul_all_reduce(
     >>> interlace.run(summed, 2)
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype,
         format=format or "",
     )  # fmt: skip
-    return reduce(ALL_REDUCE, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+    return reduce(ALL_REDUCE, record, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def all_reduce_norm(
@@ -233,10 +237,10 @@ def all_reduce_norm(
     >>> interlace.run(normed, 2)[0]
     ([[1.0, 1.0]], [[2.0, 2.0]])
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm
     )
-    return reduce(ALL_REDUCE_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+    return reduce(ALL_REDUCE_NORM, record, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_norm(
@@ -270,16 +274,16 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     ([[1.0, 1.0]], [[2.0, 2.0]])
     """
-    given = ReductionArguments(
+    record = ReductionArguments(
         input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
         algorithm=algorithm, gather_normed=gather_normed,
     )  # fmt: skip
-    return reduce(SCATTER_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+    return reduce(SCATTER_NORM, record, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def reduce(
     op: str,
-    given: ReductionArguments,
+    record: ReductionArguments,
     norm: Any,
     quantize: Any,
     group: FunctionalGroup,
@@ -288,30 +292,30 @@ def reduce(
     """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
     terms: AbstractContextManager[None] = nullcontext()
-    scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
-    if multiplies and (given.format or scaled):
-        op, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
-    factors: dict[str, Any] = {"input": given.input}
+    scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)
+    if multiplies and (record.format or scaled):
+        op, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+    factors: dict[str, Any] = {"input": record.input}
     if multiplies:
-        factors = {"input": given.input, "weight": given.weight}
-    dims = {"scatter_dim": given.scatter_dim} if scatters else None
-    check(op, group, tag, dims, **factors, bias=given.bias)
+        factors = {"input": record.input, "weight": record.weight}
+    dims = {"scatter_dim": record.scatter_dim} if scatters else None
+    check(op, group, tag, dims, **factors, bias=record.bias)
     *_, columns = factors.values()
     if scatters:
-        given.length = own_length(group, tag, given.input, columns, given.scatter_dim)
-    given.reduce_op = name_of(given.reduce_op)
+        record.length = own_length(group, tag, record.input, columns, record.scatter_dim)
+    record.reduce_op = name_of(record.reduce_op)
     if norm is not None and multiplies:
         op = f"{op}_norm"
     try:
-        take_norm(given, norm, quantize)
+        take_norm(record, norm, quantize)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
-    if given.kind:
-        of_norm = {"weight of norm": given.norm_weight, "bias of norm": given.norm_bias}
-        check(op, group, tag, None, input=given.input, residual=given.residual, **of_norm)
+    if record.kind:
+        of_norm = {"weight of norm": record.norm_weight, "bias of norm": record.norm_bias}
+        check(op, group, tag, None, input=record.input, residual=record.residual, **of_norm)
     with terms:
-        made = run_record(op, group, tag, given)
-    return paired(made, given.quantize) if given.kind else made
+        made = run_record(op, group, tag, record)
+    return paired(made, record.quantize) if record.kind else made
 
 
 def all_gather_scaled_matmul(
@@ -362,9 +366,9 @@ def all_gather_scaled_matmul(
     if blocks := _blocks(
         op, group, tag, (input, input_scale), list(zip(weights, scales, strict=True))
     ):
-        how: Any = {"bias": bias, "return_gathered": return_gathered, "out_dtype": out_dtype}
+        options: Any = {"bias": bias, "return_gathered": return_gathered, "out_dtype": out_dtype}
         about: Any = blocks[0], blocks[1:] if several else blocks[1], gather_dim
-        return all_gather_matmul(*about, group=group, tag=tag, algorithm=algorithm, **how)
+        return all_gather_matmul(*about, group=group, tag=tag, algorithm=algorithm, **options)
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if all(each is None for each in biases):
         biases = []
@@ -372,13 +376,13 @@ def all_gather_scaled_matmul(
         named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
         dims = {"gather_dim": gather_dim}
         check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
-    given = AllGatherScaledMatmulArguments(
+    record = AllGatherScaledMatmulArguments(
         input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    made = run_record(op, group, tag, given)
-    outputs = made[: len(weights)] if several else made[0]
-    return (made[len(weights)], outputs) if return_gathered else outputs
+    results = run_record(op, group, tag, record)
+    outputs = results[: len(weights)] if several else results[0]
+    return (results[len(weights)], outputs) if return_gathered else outputs
 
 
 def scaled_matmul_reduce_scatter(
@@ -418,12 +422,12 @@ def scaled_matmul_reduce_scatter(
     op, dims = "scaled_matmul_reduce_scatter", {"scatter_dim": scatter_dim}
     if blocks := _blocks(op, group, tag, (input, input_scale), [(weight, weight_scale)]):
         about: Any = blocks[0], blocks[1], reduce_op, scatter_dim
-        how: Any = {"bias": bias, "out_dtype": out_dtype, "algorithm": algorithm}
-        return matmul_reduce_scatter(*about, group=group, tag=tag, **how)  # type: ignore[return-value]
+        options: Any = {"bias": bias, "out_dtype": out_dtype, "algorithm": algorithm}
+        return matmul_reduce_scatter(*about, group=group, tag=tag, **options)  # type: ignore[return-value]
     scales = {"input_scale": input_scale, "weight_scale": weight_scale}
     check(op, group, tag, dims, input=input, weight=weight, **scales)
-    given = ScaledMatmulReduceScatterArguments(
+    record = ScaledMatmulReduceScatterArguments(
         input, weight, input_scale, weight_scale, bias, name_of(reduce_op), scatter_dim, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    return run_record(op, group, tag, given)  # type: ignore[no-any-return]
+    return run_record(op, group, tag, record)  # type: ignore[no-any-return]

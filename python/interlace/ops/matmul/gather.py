@@ -79,15 +79,15 @@ class AllGatherMatmulArguments:
 
 
 def prepared(
-    communicator: Communicator, given: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
+    communicator: Communicator, record: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Check the call on this rank. ``buffers`` for results: one per weight, one for the gathered input."""
-    biases = None if buffers is not None and not given.biases else given.biases
+    biases = None if buffers is not None and not record.biases else record.biases
     operands = checks.operands(
-        communicator, given.input, given.weights, biases, given, given.gather_dim
+        communicator, record.input, record.weights, biases, record, record.gather_dim
     )
     input, several = operands.input, operands.several
-    dim = given.gather_dim % input.dim()
+    dim = record.gather_dim % input.dim()
     along_k = dim == input.dim() - 1
     if along_k and operands.algorithm not in ("auto", "unfused"):
         raise ValueError(
@@ -96,7 +96,9 @@ def prepared(
         )
 
     def start() -> Outcome:
-        lengths, columns = _agreed(communicator, operands, dim, given.return_gathered, given.format)
+        lengths, columns = _agreed(
+            communicator, operands, dim, record.return_gathered, record.format
+        )
         if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
@@ -109,15 +111,15 @@ def prepared(
                     f"weight{f'[{number}]' if several else ''} has {each.shape[0]} rows, the gathered "
                     f"input has k = {inner} ({input.shape[-1]} on rank {communicator.rank})"
                 )
-        made: list[Output] = []
+        outputs: list[Output] = []
         if buffers is None:
-            how = operands.weights, operands.dtype, given.return_gathered
-            made = _outputs(input, dim, sum(lengths), *how)
+            kind = operands.weights, operands.dtype, record.return_gathered
+            outputs = _outputs(input, dim, sum(lengths), *kind)
         shard = input.movedim(-1, 0).flatten(1).contiguous() if along_k else rows_of(input, dim)
-        matrices = list(buffers or [each.matrix for each in made])
-        whole = matrices.pop() if given.return_gathered else None
+        matrices = list(buffers or [each.matrix for each in outputs])
+        whole = matrices.pop() if record.return_gathered else None
         linears = [
-            Linear(weight, bias, output, activation=name, format=OPERAND_FORMATS.get(given.format))
+            Linear(weight, bias, output, activation=name, format=OPERAND_FORMATS.get(record.format))
             for weight, bias, output, name in zip(
                 operands.weights, operands.biases, matrices, operands.activations, strict=True
             )
@@ -134,12 +136,12 @@ def prepared(
             event = _multiply_rows(communicator, shard, linears, rows, whole, operands, columns)
         if buffers is not None:
             return Outcome(None, event)
-        views = [each.view for each in made]
-        if given.recorded:
+        views = [each.view for each in outputs]
+        if record.recorded:
             return Outcome((views, None if min(lengths) == max(lengths) else lengths), event)
-        gathered = views.pop() if given.return_gathered else None
+        gathered = views.pop() if record.return_gathered else None
         result = views if several else views[0]
-        return Outcome((gathered, result) if given.return_gathered else result, event)
+        return Outcome((gathered, result) if record.return_gathered else result, event)
 
     return start, (), None
 
@@ -160,7 +162,7 @@ def _agreed(
 ) -> tuple[list[int], list[int]]:
     """Return every rank's length along ``dim`` and all weights' columns. Raise unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
-    mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
+    part = shape[dim], tuple(each.shape[1] for each in operands.weights)
     *leading, last = shape[:dim] + shape[dim + 1 :]
     of_shape, last = length_along_k("the shape of input off gather_dim", last, format)
     terms = (
@@ -174,7 +176,7 @@ def _agreed(
         ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
         ("return_gathered", bool(return_gathered)),
     )
-    answers = communicator.parts(communicator.call_of(OP, terms, mine))
+    answers = communicator.parts(communicator.call_of(OP, terms, part))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
 
 
@@ -215,26 +217,26 @@ def _multiply_rows(
     return run(communicator, shard, linears, rows, gathered, choice.configuration)
 
 
-def results(given: AllGatherMatmulArguments, size: int) -> list[Output]:
+def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
     """Make a product per weight, then the gathered input if it is requested."""
-    input = given.input
+    input = record.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
-    for each in given.weights:
+    for each in record.weights:
         if each.dim() != 2:
             raise ValueError(f"weight must have 2 dimensions (k, n), got shape {tuple(each.shape)}")
-    dim = shapes.dimension("gather_dim", given.gather_dim, input.dim())
-    dtype = checks.output_dtype(given.out_dtype, input)
-    how = given.weights, dtype, given.return_gathered
-    return _outputs(input, dim, input.shape[dim] * size, *how)
+    dim = shapes.dimension("gather_dim", record.gather_dim, input.dim())
+    dtype = checks.output_dtype(record.out_dtype, input)
+    kind = record.weights, dtype, record.return_gathered
+    return _outputs(input, dim, input.shape[dim] * size, *kind)
 
 
 def _outputs(
     input: Tensor, dim: int, length: Any, weights: Sequence[Tensor], dtype: Any, gathered: bool
 ) -> list[Output]:
     """Make the results for shards with this total ``length``."""
-    made = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
-    return [*made, gathered_input(input, dim, length)] if gathered else made
+    products = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
+    return [*products, gathered_input(input, dim, length)] if gathered else products
 
 
 _takes_any_lengths: ContextVar[bool] = ContextVar("interlace_any_lengths", default=False)
@@ -253,28 +255,28 @@ class taking_any_lengths:
         _takes_any_lengths.reset(self._token)
 
 
-def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Started:
+def start(communicator: Communicator, record: AllGatherMatmulArguments) -> Started:
     if _takes_any_lengths.get():
-        call = dataclasses.replace(given, biases=given.biases or None, recorded=True)
+        call = dataclasses.replace(record, biases=record.biases or None, recorded=True)
         outputs, lengths = gather_matmul(communicator, call)
         return Started([*outputs, *([torch.tensor(lengths)] if lengths else [])], None)
     with communicator.accepting(OP):
-        made = results(given, communicator.world_size)
-    return start_form(gather_matmul, communicator, given, made)
+        views = results(record, communicator.world_size)
+    return start_form(gather_matmul, communicator, record, views)
 
 
-def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
-    ctx.dim, ctx.algorithm, ctx.format = given.gather_dim, given.algorithm, given.format
-    ctx.with_gathered, ctx.reduced = given.return_gathered, False
-    count = len(given.weights)
-    of_op = output[count + given.return_gathered :]
-    ctx.lengths = of_op[0].tolist() if of_op else given.lengths
-    ctx.length = None if ctx.lengths is None else given.input.shape[given.gather_dim]
-    ctx.shared = given.input.requires_grad
-    ctx.weighed = [each.requires_grad for each in given.weights]
-    ctx.biased = [each is not None and each.requires_grad for each in given.biases]
+def _save(ctx: Any, record: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
+    ctx.dim, ctx.algorithm, ctx.format = record.gather_dim, record.algorithm, record.format
+    ctx.with_gathered, ctx.reduced = record.return_gathered, False
+    count = len(record.weights)
+    of_op = output[count + record.return_gathered :]
+    ctx.lengths = of_op[0].tolist() if of_op else record.lengths
+    ctx.length = None if ctx.lengths is None else record.input.shape[record.gather_dim]
+    ctx.shared = record.input.requires_grad
+    ctx.weighed = [each.requires_grad for each in record.weights]
+    ctx.biased = [each is not None and each.requires_grad for each in record.biases]
     ctx.set_materialize_grads(False)  # zeros for the gathered input would prevent the fused op
-    ctx.save_for_backward(output[count] if ctx.with_gathered else given.input, *given.weights)
+    ctx.save_for_backward(output[count] if ctx.with_gathered else record.input, *record.weights)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -365,12 +367,12 @@ def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
     several = not isinstance(weights, Tensor)
     weights = list(weights) if several else [weights]
     biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * len(weights)
-    there = next((each for each in biases if each is not None), None)
-    if there is None:
+    present = next((each for each in biases if each is not None), None)
+    if present is None:
         return weights, []
     # in torch's custom ops, a list with None has no gradients
     pairs = zip(weights, biases, strict=True)
-    return weights, [there.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
+    return weights, [present.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
 
 
 def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list[Tensor]]:
@@ -386,7 +388,7 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             f"algorithm={first.algorithm!r} cannot gather along the contracted dimension"
         )
     matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
-    made = []
+    outputs = []
     for each in ranks:
         products = results(each, size)
         for number, weight in enumerate(each.weights):
@@ -397,8 +399,8 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             multiply(products[number].matrix, matrix, weight, bias, format=kind)
         if each.return_gathered:
             products[-1].view.copy_(whole)
-        made.append([result.view for result in products])
-    return made
+        outputs.append([result.view for result in products])
+    return outputs
 
 
 ALL_GATHER_MATMUL = Op(

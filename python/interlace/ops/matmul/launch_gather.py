@@ -59,7 +59,7 @@ class GatherMoves:
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
         """Return ``launch_formulas.chunk_lines`` in the order in which chunks arrive between nodes."""
         rank, _, rows, _ = self._known
-        arrivals = algorithms.arrival_lines(*self._known, own=False)
+        arrivals = algorithms.arrival_lines(*self._known, with_own=False)
         return formulas.numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
@@ -154,18 +154,19 @@ def _sizes(
             lines = formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
         named = "chunks", tuple(rows), size, block_m, tiles_n
         chunks = communicator.table(named, lines.copy)
-        mine = copiers if index == 0 else 0
+        copying_programs = copiers if index == 0 else 0
         resident = max(
-            mine + 1, plain.resident_programs(communicator, configuration, mine) - moving
+            copying_programs + 1,
+            plain.resident_programs(communicator, configuration, copying_programs) - moving,
         )
         tiles = formulas.tiles_of(rows, block_m, tiles_n)
-        grid = formulas.persistent_grid(mine, tiles, resident)
+        grid = formulas.persistent_grid(copying_programs, tiles, resident)
         launches.append((Table(chunks, len(lines)), tiles, grid))
-    made = _GatherSizes(size, layout, scales_at, copiers, sends, launches, far)
+    sizes = _GatherSizes(size, layout, scales_at, copiers, sends, launches, far)
     if len(communicator.derived) >= MOST_SIZES:
         communicator.derived.clear()
-    communicator.derived[key] = made
-    return made
+    communicator.derived[key] = sizes
+    return sizes
 
 
 def all_gather_matmul_fused(
@@ -286,7 +287,7 @@ def all_gather_matmul_pipelined(
         layout = Layout(formulas.chunk_slots(rows, size), max(rows) * row_bytes, pulled=True)
     else:
         direct, far = True, GatherMoves(communicator, rows, size, configuration)
-        lines = algorithms.arrival_lines(rank, nodes, rows, size, own=True)
+        lines = algorithms.arrival_lines(rank, nodes, rows, size, with_own=True)
         layout = Layout(far.slots, formulas.gathered_bytes(rows, row_bytes))
     if gathered is None and not direct:
         gathered = torch.empty(sum(rows), inner, dtype=dtype, device=input.device)

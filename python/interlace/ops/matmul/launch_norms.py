@@ -240,9 +240,9 @@ class RowReduction:
         assert linear.tail is not None
         segments = split_rows(self.input.shape[0], self.communicator.world_size)
         first, count = segments[self.communicator.rank]
-        tail, own = linear.tail.part(first, count), linear.output[first : first + count]
+        tail, part = linear.tail.part(first, count), linear.output[first : first + count]
         whole = WholeRows(linear.tail.normed, linear.tail.scale, linear.output)
-        return replace(linear, output=own, tail=tail), segments, whole
+        return replace(linear, output=part, tail=tail), segments, whole
 
     def fused(self) -> Event:
         """Run one kernel. For few rows every rank norms all (one-shot); otherwise each norms its own."""
@@ -265,7 +265,7 @@ class RowReduction:
             units = self.input.view(-1).view(torch.int16)
         blocks = rows * blocks_of_row(columns, self.input.element_size())
         in_block = 4 * BLOCK_WORDS // self.input.element_size()
-        own = {
+        values = {
             **tail_arguments(linear, (1, in_block)),
             "input_ptr": units,
             "bias_ptr": operands.bias_or_none(linear),
@@ -276,7 +276,7 @@ class RowReduction:
             "AVERAGE": linear.average,
         }
         kernel = row_norms.low_latency_norm_kernel
-        return run_words(self.communicator, self.op, kernel, rows, own, blocks)
+        return run_words(self.communicator, self.op, kernel, rows, values, blocks)
 
     def pipelined(self) -> Event:
         """Run torch operators: sum this rank's rows in fp32, norm them, then gather on all ranks."""

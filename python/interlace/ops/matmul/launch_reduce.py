@@ -136,9 +136,9 @@ def matmul_reduce_scatter(
         }
         # By default ptxas chooses so few registers that each load waits for the one before.
         more = {**nodes.options, "maxnreg": 128}
-        how = {"num_warps": configuration.num_warps, "options": more}
+        settings = {"num_warps": configuration.num_warps, "options": more}
         kernel = kernels.node_sums_kernel
-        communicator.copying.launch(workspace.kernel_launch(kernel, summing, sums, **how))
+        communicator.copying.launch(workspace.kernel_launch(kernel, summing, sums, **settings))
         products = {
             **both,
             **operands,
@@ -216,16 +216,19 @@ def matmul_reduce_scatter_fused(
         # Gluon is a separate language, which most processes never need.
         from interlace.kernels.matmul import matmul_reduce_scatter_roles as roles
 
-        own = rows[communicator.rank]
+        own_rows = rows[communicator.rank]
         sums = one_node.sum_tiles_kernel
-        own_tiles = formulas.tiles_of([own], block_m, tiles_n)
+        own_tiles = formulas.tiles_of([own_rows], block_m, tiles_n)
         programs = formulas.persistent_grid(0, own_tiles, resident)
         # By default ptxas chooses so few registers that each load waits for the one before.
         more = {**options, "options": {"maxnreg": 128}}
         then = [(sums, programs, operands.taken_by(sums, arguments), more)]
         # Bias and activation apply to the sums.
         arguments["TILES"] = known["TILES"]._replace(BIAS="", ACTIVATION="")
-        kernel, extents = roles.matmul_reduce_scatter_roles_kernel, (own, input.shape[0], tiles)
+        kernel, extents = (
+            roles.matmul_reduce_scatter_roles_kernel,
+            (own_rows, input.shape[0], tiles),
+        )
         arguments = operands.with_roles(kernel, arguments, extents, configuration.num_stages)
     return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options, then)
 

@@ -94,10 +94,10 @@ NO_FP8 = (
 SMALLEST_FP8 = 89  # the lowest compute capability with which kernels can make fp8
 
 
-def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
+def take_norm(record: ReductionArguments, norm: Any, quantize: Any) -> None:
     """Put a call's norm into the record of its arguments. Raise for a norm that does not fit."""
-    if norm is None and given.weight is not None:
-        if given.residual is not None or quantize is not None or given.gather_normed:
+    if norm is None and record.weight is not None:
+        if record.residual is not None or quantize is not None or record.gather_normed:
             raise ValueError("residual, quantize and gather_normed need a norm, but norm is None")
         return
     if not isinstance(norm, RowNorm):
@@ -112,14 +112,14 @@ def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
     words = (*QUANTIZE, *FORMATS)
     if quantize is not None and quantize not in words:
         raise ValueError(f"quantize must be None or one of {', '.join(words)}, got {quantize!r}")
-    checks.flag("gather_normed", given.gather_normed)
-    given.kind, given.eps, given.quantize = norm.kind, float(eps), quantize or ""
-    given.norm_weight, given.norm_bias = norm.weight, norm.bias
+    checks.flag("gather_normed", record.gather_normed)
+    record.kind, record.eps, record.quantize = norm.kind, float(eps), quantize or ""
+    record.norm_weight, record.norm_bias = norm.weight, norm.bias
 
 
-def norm_of(given: ReductionArguments) -> RowNorm:
+def norm_of(record: ReductionArguments) -> RowNorm:
     """Return the norm of a record as the caller passed it."""
-    return RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
+    return RowNorm(record.kind, record.eps, record.norm_weight, record.norm_bias)
 
 
 class CheckedNorm:
@@ -132,7 +132,7 @@ class CheckedNorm:
     def __init__(
         self,
         communicator: Communicator,
-        given: ReductionArguments,
+        record: ReductionArguments,
         input: Tensor,
         dim: int | None,
         parts: Sequence[tuple[int, int]],
@@ -140,21 +140,21 @@ class CheckedNorm:
         dtype: torch.dtype,
     ) -> None:
         *self._lengths, _ = input.shape
-        self.own, self.gathers = list(self._lengths), given.gather_normed
+        self.own, self.gathers = list(self._lengths), record.gather_normed
         if dim == len(self.own):
             raise ValueError(f"scatter_dim {dim} is the last dimension, but norm needs whole rows")
         if dim is not None:
             self.own[dim] = parts[communicator.rank][1]
         elif self.gathers:
             raise ValueError("gather_normed needs scattered rows, but here all ranks have all rows")
-        self.quantize, self._input, self._dim = given.quantize or None, input, dim or 0
+        self.quantize, self._input, self._dim = record.quantize or None, input, dim or 0
         self._columns, self._dtype = columns, dtype
-        self.format = FORMATS.get(given.quantize)
+        self.format = FORMATS.get(record.quantize)
         if self.format is not None:
             self.format.check_shape("the normed tensor", (*self.own, columns))
-        self.norm = checked_norm(communicator, norm_of(given), columns, dtype)
+        self.norm = checked_norm(communicator, norm_of(record), columns, dtype)
         shape = (*self.own, columns)
-        self.residual = checked_residual(communicator, given.residual, shape, dtype)
+        self.residual = checked_residual(communicator, record.residual, shape, dtype)
 
     def terms(self) -> tuple[Any, ...]:
         """Return the norm's properties on which ranks must agree."""
@@ -178,9 +178,9 @@ class CheckedNorm:
         result, matrices = None, buffers
         if matrices is None:
             rows = (self._lengths if self.gathers else self.own), self.own, self._dim
-            made = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
-            matrices = [each.matrix for each in made]
-            result = paired([each.view for each in made], self.quantize)
+            outputs = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
+            matrices = [each.matrix for each in outputs]
+            result = paired([each.view for each in outputs], self.quantize)
         normed, total, *scales = matrices
         scale = scales[0] if scales else None
         if not self.gathers:
@@ -192,20 +192,20 @@ class CheckedNorm:
         return NormedRows(total, tail, WholeRows(normed, scale, None), result)
 
 
-def paired(made: Sequence[Tensor], quantize: str | None) -> Any:
+def paired(results: Sequence[Tensor], quantize: str | None) -> Any:
     """Return a call's result from the op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``.
 
     In a block-scaled format ``normed`` are packed rows, which become a :class:`Scaled`.
     """
-    normed, total, *scales = made
+    normed, total, *scales = results
     if quantize in FORMATS:
         return unpacked_rows(normed, FORMATS[quantize], total.shape[-1]), total
     return ((normed, *scales) if scales else normed), total
 
 
-def listed(made: Any) -> list[Tensor]:
+def listed(results: Any) -> list[Tensor]:
     """Return the op's results from the result of :func:`paired`."""
-    normed, total = made
+    normed, total = results
     if isinstance(normed, Scaled):
         return [packed_rows(normed), total]
     return [normed[0], total, normed[1]] if isinstance(normed, tuple) else [normed, total]
@@ -247,19 +247,19 @@ def in_kernel(communicator: Communicator, quantize: str | None) -> bool:
 class NormedReduce(reduce.CheckedReduce):
     """The checked arguments of a matmul with a norm."""
 
-    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
-        super().__init__(communicator, given)
+    def __init__(self, communicator: Communicator, record: ReductionArguments) -> None:
+        super().__init__(communicator, record)
         parts = [] if self.dim is None else self._parts()
         about = self.input, self.dim, parts, self.weight.shape[1], self.dtype
-        self.normed = CheckedNorm(communicator, given, *about)
+        self.normed = CheckedNorm(communicator, record, *about)
         self.more_terms = self.normed.terms()
 
     def scattered_normed(self, buffers: Buffers) -> Outcome:
         self.agree()
-        made = self.scattering()
-        rows = self.normed.rows(buffers, made.segments[self.communicator.rank][0])
-        linear = self._linear(made.right, rows)
-        event = self.reduce_scatter_normed(made.left, linear, made.segments, rows.whole)
+        scattering = self.scattering()
+        rows = self.normed.rows(buffers, scattering.segments[self.communicator.rank][0])
+        linear = self._linear(scattering.right, rows)
+        event = self.reduce_scatter_normed(scattering.left, linear, scattering.segments, rows.whole)
         return Outcome(rows.result, event)
 
     def summed_normed(self, buffers: Buffers) -> Outcome:
@@ -269,8 +269,8 @@ class NormedReduce(reduce.CheckedReduce):
         return Outcome(rows.result, event)
 
     def _linear(self, weight: Tensor, rows: NormedRows) -> Linear:
-        how = {"average": self.average, "tail": rows.tail, "format": self.format}
-        return Linear(weight, self.bias, rows.sum, "n", self.activation, **how)  # type: ignore[arg-type]
+        options = {"average": self.average, "tail": rows.tail, "format": self.format}
+        return Linear(weight, self.bias, rows.sum, "n", self.activation, **options)  # type: ignore[arg-type]
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
         algorithm = super().chosen(rows, columns, tuned)
@@ -331,10 +331,10 @@ class NormedReduce(reduce.CheckedReduce):
             )
         segments = split_rows(rows, communicator.world_size)
         first, count = segments[communicator.rank]
-        own = output[first : first + count]
-        mine = dataclasses.replace(linear, output=own, tail=tail.part(first, count))
+        own_rows = output[first : first + count]
+        part = dataclasses.replace(linear, output=own_rows, tail=tail.part(first, count))
         whole = WholeRows(tail.normed, tail.scale, output)
-        return self.reduce_scatter_normed(left, mine, segments, whole, algorithm)
+        return self.reduce_scatter_normed(left, part, segments, whole, algorithm)
 
 
 # -- existing rows ---------------------------------------------------------------------------------
@@ -343,26 +343,26 @@ class NormedReduce(reduce.CheckedReduce):
 class _CheckedRows:
     """The checked arguments of all_reduce_norm and reduce_scatter_norm."""
 
-    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
-        self.communicator, self.op = communicator, given.op
-        self.input = checks.tensor("input", given.input, communicator)
+    def __init__(self, communicator: Communicator, record: ReductionArguments) -> None:
+        self.communicator, self.op = communicator, record.op
+        self.input = checks.tensor("input", record.input, communicator)
         if self.input.dim() < 1:
             raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
         checks.float_dtype("input", self.input.dtype)
         self.columns = self.input.shape[-1]
-        self.reduction = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
+        self.reduction = checks.one_of("reduce_op", record.reduce_op, checks.REDUCE_OPS)
         dim, self.dim = None, 0
-        if given.scatter_dim is not None:
-            dim = self.dim = checks.index("scatter_dim", given.scatter_dim, self.input.dim())
-            checks.part("length", given.length, self._parts(), communicator.rank)
-        self.bias = checks.bias_of("bias", given.bias, (self.columns,), self.input, communicator)
+        if record.scatter_dim is not None:
+            dim = self.dim = checks.index("scatter_dim", record.scatter_dim, self.input.dim())
+            checks.part("length", record.length, self._parts(), communicator.rank)
+        self.bias = checks.bias_of("bias", record.bias, (self.columns,), self.input, communicator)
         about = self.input, dim, self._parts(), self.columns, self.input.dtype
-        self.normed, self.free = CheckedNorm(communicator, given, *about), False
-        self.algorithm = self._algorithm(given.algorithm)
+        self.normed, self.free = CheckedNorm(communicator, record, *about), False
+        self.algorithm = self._algorithm(record.algorithm)
 
-    def _algorithm(self, given: Any) -> str:
+    def _algorithm(self, record: Any) -> str:
         """Return the algorithm, chosen if it is "auto"; between nodes it is always "unfused"."""
-        algorithm = checks.one_of("algorithm", given, get_args(NormAlgorithm))
+        algorithm = checks.one_of("algorithm", record, get_args(NormAlgorithm))
         place, dtype = self.communicator.place, self.input.dtype
         if algorithm == "low_latency":
             why_not = launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
@@ -422,8 +422,8 @@ class _CheckedRows:
         left = matrix_of(self.input, self.dim)
         segments, first = None, 0
         if self.op == SCATTER_NORM:
-            others = [n for i, n in enumerate(self.input.shape[:-1]) if i != self.dim]
-            per_index = math.prod(others)
+            off_dim = [n for i, n in enumerate(self.input.shape[:-1]) if i != self.dim]
+            per_index = math.prod(off_dim)
             segments = [(first * per_index, count * per_index) for first, count in self._parts()]
             first = segments[communicator.rank][0]
         rows = self.normed.rows(buffers, first)
@@ -439,16 +439,16 @@ class _CheckedRows:
 
 
 def prepared(
-    communicator: Communicator, given: ReductionArguments, buffers: Buffers
+    communicator: Communicator, record: ReductionArguments, buffers: Buffers
 ) -> PreparedCall:
     """Check any reduction: with a norm, or of a product without a norm."""
     start: Callable[[Buffers], Outcome]
-    if given.weight is None:
-        start = _CheckedRows(communicator, given).start
-    elif not given.kind:
-        return reduce.prepared(communicator, given, buffers)
+    if record.weight is None:
+        start = _CheckedRows(communicator, record).start
+    elif not record.kind:
+        return reduce.prepared(communicator, record, buffers)
     else:
-        request = NormedReduce(communicator, given)
+        request = NormedReduce(communicator, record)
         start = request.summed_normed if request.dim is None else request.scattered_normed
     return functools.partial(start, buffers), (), None
 
@@ -459,25 +459,25 @@ FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared, format="") f
 # -- as ops of torch -------------------------------------------------------------------------------
 
 
-def results(given: ReductionArguments, size: Any) -> list[Output]:
+def results(record: ReductionArguments, size: Any) -> list[Output]:
     """Make the normed rows, the sum with the residual, and, quantised by row, the scales."""
-    input = given.input
-    if given.weight is not None:
-        check_factors(input, given.weight)
+    input = record.input
+    if record.weight is not None:
+        check_factors(input, record.weight)
     elif not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
-    columns = input.shape[-1] if given.weight is None else given.weight.shape[1]
+    columns = input.shape[-1] if record.weight is None else record.weight.shape[1]
     lengths = list(input.shape[:-1])
-    dtype = checks.output_dtype(given.out_dtype, input)
-    dim, own = 0, lengths
-    if given.scatter_dim is not None:
-        dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
+    dtype = checks.output_dtype(record.out_dtype, input)
+    dim, own_lengths = 0, lengths
+    if record.scatter_dim is not None:
+        dim = shapes.dimension("scatter_dim", record.scatter_dim, input.dim())
         if dim == len(lengths):
             raise ValueError(f"scatter_dim {dim} is the last dimension, but norm needs whole rows")
-        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", given.length)
-        own = [part if i == dim else n for i, n in enumerate(lengths)]
-    normed = lengths if given.gather_normed else own
-    return _outputs(input, (normed, own, dim), columns, dtype, given.quantize)
+        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", record.length)
+        own_lengths = [part if i == dim else n for i, n in enumerate(lengths)]
+    normed = lengths if record.gather_normed else own_lengths
+    return _outputs(input, (normed, own_lengths, dim), columns, dtype, record.quantize)
 
 
 def _outputs(
@@ -488,67 +488,75 @@ def _outputs(
     quantize: str | None,
 ) -> list[Output]:
     """Make the results. ``rows``: leading lengths of the normed rows and of own rows, and the first dim."""
-    normed, own, dim = rows
+    normed, own_lengths, dim = rows
 
     def output(lengths: Sequence[Any], columns: Any, dtype: torch.dtype) -> Output:
         """Make ``[*lengths, columns]``, in memory with ``dim`` first."""
         matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
         if not lengths:
             return Output(matrix, matrix.view(columns))
-        others = [n for i, n in enumerate(lengths) if i != dim]
-        return dense_output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
+        off_dim = [n for i, n in enumerate(lengths) if i != dim]
+        return dense_output(matrix, matrix.view(lengths[dim], *off_dim, columns).movedim(0, dim))
 
     if quantize in FORMATS:
         kind = FORMATS[quantize]
         kind.check_shape("the normed tensor", (*normed, columns))
-        return [output(normed, kind.row_bytes(columns), torch.uint8), output(own, columns, dtype)]
-    made = [output(normed, columns, QUANTIZED if quantize else dtype), output(own, columns, dtype)]
-    return [*made, output(normed, 1, torch.float32)] if quantize == BY_ROW else made
+        return [
+            output(normed, kind.row_bytes(columns), torch.uint8),
+            output(own_lengths, columns, dtype),
+        ]
+    outputs = [
+        output(normed, columns, QUANTIZED if quantize else dtype),
+        output(own_lengths, columns, dtype),
+    ]
+    return [*outputs, output(normed, 1, torch.float32)] if quantize == BY_ROW else outputs
 
 
-def start(communicator: Communicator, given: ReductionArguments) -> Started:
-    with communicator.accepting(given.op):
-        made = results(given, communicator.world_size)
-    return start_form(FORMS[given.op], communicator, given, made)
+def start(communicator: Communicator, record: ReductionArguments) -> Started:
+    with communicator.accepting(record.op):
+        outputs = results(record, communicator.world_size)
+    return start_form(FORMS[record.op], communicator, record, outputs)
 
 
 OTHERS = ("bias", "residual", "norm_weight", "norm_bias")
 
 
-def _save(ctx: Any, given: ReductionArguments, output: Sequence[Tensor]) -> None:
-    ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
-    others = {name: getattr(given, name) for name in OTHERS}
-    ctx.dtypes = {n: t.dtype for n, t in others.items() if n in ctx.needs}
-    ctx.called = full_name(given)
+def _save(ctx: Any, record: ReductionArguments, output: Sequence[Tensor]) -> None:
+    ctx.arguments, ctx.needs = without_tensors(record), requiring(record)
+    vectors = {name: getattr(record, name) for name in OTHERS}
+    ctx.dtypes = {n: t.dtype for n, t in vectors.items() if n in ctx.needs}
+    ctx.called = full_name(record)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], given.input, given.weight, given.norm_weight, given.norm_bias)
+    ctx.save_for_backward(
+        output[1], record.input, record.weight, record.norm_weight, record.norm_bias
+    )
 
 
-def full_name(given: ReductionArguments) -> str:
+def full_name(record: ReductionArguments) -> str:
     """Return the op of torch for these arguments, which have a norm."""
-    return given.op if given.weight is None else f"{given.op}_norm"
+    return record.op if record.weight is None else f"{record.op}_norm"
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     total, input, weight, norm_weight, norm_bias = ctx.saved_tensors
-    given, total = ctx.arguments, wait(total)
+    record, total = ctx.arguments, wait(total)
     of_normed, of_sum = grads[0], grads[1]
     found: dict[str, Tensor | None] = {}
     if of_normed is not None:
-        if given.quantize:
+        if record.quantize:
             raise RuntimeError(
-                f"interlace.{ctx.called} with quantize={given.quantize!r} has no gradient"
+                f"interlace.{ctx.called} with quantize={record.quantize!r} has no gradient"
             )
-        if given.gather_normed:
+        if record.gather_normed:
             of_normed = _own_rows(ctx, of_normed)
-        norm = RowNorm(given.kind, given.eps, norm_weight, norm_bias)
+        norm = RowNorm(record.kind, record.eps, norm_weight, norm_bias)
         of_rows, found["norm_weight"], found["norm_bias"] = backward(total, norm, of_normed)
         of_sum = of_rows if of_sum is None else of_rows + of_sum
     if of_sum is None:
         return {}
     of_sum = found["residual"] = of_sum.to(total.dtype)
     columns = input.shape[-1] if weight is None else weight.shape[1]
-    part = equal_part(of_sum, (*input.shape[:-1], columns), given, ctx.size)
+    part = equal_part(of_sum, (*input.shape[:-1], columns), record, ctx.size)
     if weight is None:
         of_factors = {"input": _of_rows(ctx, input, part) if "input" in ctx.needs else None}
     else:
@@ -567,8 +575,8 @@ def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
     dim, length = ctx.arguments.scatter_dim % grad.dim(), ctx.arguments.length
     if length is not None:
         grad = padded(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
-    own = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
-    return own if length is None else own.narrow(dim, 0, length)
+    part = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
+    return part if length is None else part.narrow(dim, 0, length)
 
 
 def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
@@ -594,24 +602,24 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     else:
         partials = partial_products(ranks)
     total = by_rank.reduced("all_reduce", partials, first.reduce_op)
-    dim, made = first.scatter_dim, []
-    for rank, given in enumerate(ranks):
-        outputs = [each.view for each in results(given, size)]
-        own = total if dim is None else split(total, size, dim)[rank]
-        for each in (given.bias, given.residual):
-            own = own if each is None else own + each
-        outputs[1].copy_(own)
-        made.append(outputs)
-    for rank, (given, outputs) in enumerate(zip(ranks, made, strict=True)):
-        norm = norm_of(given)
-        for reader in made if given.gather_normed else [outputs]:
+    dim, results_of = first.scatter_dim, []
+    for rank, record in enumerate(ranks):
+        outputs = [each.view for each in results(record, size)]
+        part = total if dim is None else split(total, size, dim)[rank]
+        for each in (record.bias, record.residual):
+            part = part if each is None else part + each
+        outputs[1].copy_(part)
+        results_of.append(outputs)
+    for rank, (record, outputs) in enumerate(zip(ranks, results_of, strict=True)):
+        norm = norm_of(record)
+        for reader in results_of if record.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
-            if given.gather_normed:
+            if record.gather_normed:
                 places = [split(each, size, dim or 0)[rank] for each in places]
             normed, scale = (*places, None)[:2]
-            kind = FORMATS.get(given.quantize)
+            kind = FORMATS.get(record.quantize)
             NormTail(norm, None, normed, scale, kind).finish(outputs[1])  # type: ignore[arg-type]
-    return made
+    return results_of
 
 
 # with gather_normed, gradients of the other arguments are scattered first

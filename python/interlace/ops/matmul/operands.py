@@ -105,9 +105,9 @@ def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtyp
 
 def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
     """Make the gathered input. In memory ``dim`` is first and has ``length``."""
-    others = [n for i, n in enumerate(input.shape) if i != dim]
-    whole = input.new_empty([length, *others])
-    flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
+    off_dim = [n for i, n in enumerate(input.shape) if i != dim]
+    whole = input.new_empty([length, *off_dim])
+    flat = whole.view(whole.shape[0] * math.prod(off_dim[:-1]), off_dim[-1])
     return Output(flat, whole.movedim(0, dim))
 
 
@@ -124,9 +124,9 @@ def scattered_product(
         matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
         return dense_output(matrix, matrix.T.view(*lengths, part))
     part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", length)
-    others = [n for i, n in enumerate(lengths) if i != dim]
-    matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
-    return dense_output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
+    off_dim = [n for i, n in enumerate(lengths) if i != dim]
+    matrix = input.new_empty([part * math.prod(off_dim), columns], dtype=dtype)
+    return dense_output(matrix, matrix.view(part, *off_dim, columns).movedim(0, dim))
 
 
 def multiply(
@@ -180,8 +180,8 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
     if not linear.unfinished:
         fold(reduction, parts, linear.output)
         return
-    made = linear.output
-    total = torch.empty(made.shape, dtype=wide(made.dtype), device=made.device)
+    output = linear.output
+    total = torch.empty(output.shape, dtype=wide(output.dtype), device=output.device)
     fold_unrounded(reduction, parts, total)
     finish_sum(total, linear)
 
@@ -223,8 +223,8 @@ def scatter_product(
     call = plain.agreed_call(communicator, op, (f"parts of {op}", *about))
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     if linear.unfinished:
-        made = linear.output
-        communicator.compute.call(lambda: finish_sum(made.to(wide(made.dtype)), linear), "bias")
+        output = linear.output
+        communicator.compute.call(lambda: finish_sum(output.to(wide(output.dtype)), linear), "bias")
     return communicator.compute.record()
 
 

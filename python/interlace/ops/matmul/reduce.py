@@ -103,10 +103,10 @@ TENSORS = names_of_tensors(ReductionArguments)
 
 
 def prepared(
-    communicator: Communicator, given: ReductionArguments, buffers: Sequence[Tensor] | None
+    communicator: Communicator, record: ReductionArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Check either op. ``buffers``: a matrix for the result's rows, or its columns transposed."""
-    request = CheckedReduce(communicator, given)
+    request = CheckedReduce(communicator, record)
     start = request.summed if request.dim is None else request.scattered
     return functools.partial(start, buffers[0] if buffers else None), (), None
 
@@ -139,19 +139,19 @@ class CheckedReduce:
 
     more_terms: Terms = ()
 
-    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
-        self.op, self.communicator = given.op, communicator
-        operands = checks.operands(communicator, given.input, given.weight, given.bias, given)
+    def __init__(self, communicator: Communicator, record: ReductionArguments) -> None:
+        self.op, self.communicator = record.op, communicator
+        operands = checks.operands(communicator, record.input, record.weight, record.bias, record)
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
-        self.format = OPERAND_FORMATS.get(given.format)
+        self.format = OPERAND_FORMATS.get(record.format)
         self.dim = None
-        reduce_op = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
+        reduce_op = checks.one_of("reduce_op", record.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
-        if given.scatter_dim is not None:
-            self.dim = checks.index("scatter_dim", given.scatter_dim, self.input.dim())
-            checks.part("length", given.length, self._parts(), communicator.rank)
+        if record.scatter_dim is not None:
+            self.dim = checks.index("scatter_dim", record.scatter_dim, self.input.dim())
+            checks.part("length", record.length, self._parts(), communicator.rank)
         self.largest_inner = self.input.shape[-1]
 
     def _parts(self) -> list[tuple[int, int]]:
@@ -166,32 +166,35 @@ class CheckedReduce:
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
         left = left if left.stride(1) == 1 else left.contiguous()
-        others = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
-        length, per_index = input.shape[dim], math.prod(others)
+        off_dim = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
+        length, per_index = input.shape[dim], math.prod(off_dim)
         if along == "m":
             length, per_index = self.weight.shape[1], 1
         segments = [(first * per_index, count * per_index) for first, count in parts]
-        first, own = parts[self.communicator.rank]
-        return Scattering(left, right, segments, length, first, own, others, along)
+        first, own_length = parts[self.communicator.rank]
+        return Scattering(left, right, segments, length, first, own_length, off_dim, along)
 
     def scattered(self, buffer: Tensor | None) -> Outcome:
         """Start matmul_reduce_scatter."""
         self.agree()
-        made = self.scattering()
+        scattering = self.scattering()
         output = buffer
         if buffer is None:
             assert self.dim is not None
-            about = self.weight.shape[1], self.dim, made.own, self.communicator.world_size
+            about = self.weight.shape[1], self.dim, scattering.own, self.communicator.world_size
             output, view = scattered_product(self.input, *about, self.dtype)
         assert output is not None
-        assert output.shape == (made.segments[self.communicator.rank][1], made.right.shape[1])
-        bias, along, format = self.bias, made.along, self.format
+        assert output.shape == (
+            scattering.segments[self.communicator.rank][1],
+            scattering.right.shape[1],
+        )
+        bias, along, format = self.bias, scattering.along, self.format
         if along == "m" and bias is not None:
-            bias = bias[made.first : made.first + made.own]
+            bias = bias[scattering.first : scattering.first + scattering.own]
         if along == "m" and format is not None:
             format = format.of_transposed
         linear = Linear(
-            made.right,
+            scattering.right,
             bias,
             output,
             along,
@@ -199,7 +202,7 @@ class CheckedReduce:
             average=self.average,
             format=format,
         )
-        event = self.reduce_scatter(made.left, linear, made.segments)
+        event = self.reduce_scatter(scattering.left, linear, scattering.segments)
         return Outcome(view if buffer is None else None, event)
 
     def summed(self, buffer: Tensor | None) -> Outcome:
@@ -292,11 +295,11 @@ class CheckedReduce:
             )
         segments = split_rows(rows, communicator.world_size)
         parts = [output[first : first + count] for first, count in segments]
-        own = parts[communicator.rank]
-        mine = dataclasses.replace(linear, output=own)
-        self.reduce_scatter(left, mine, segments, algorithm)
+        own_rows = parts[communicator.rank]
+        own_linear = dataclasses.replace(linear, output=own_rows)
+        self.reduce_scatter(left, own_linear, segments, algorithm)
         flat = [part.view(-1) for part in parts]
-        return plain.gather_made(communicator, own.view(-1), flat)
+        return plain.gather_made(communicator, own_rows.view(-1), flat)
 
 
 # -- as ops of torch -------------------------------------------------------------------------------
@@ -310,57 +313,57 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
         )
 
 
-def result(given: ReductionArguments, size: int) -> Output:
+def result(record: ReductionArguments, size: int) -> Output:
     """Make this rank's part of the product, or all of it."""
-    input, weight = given.input, given.weight
+    input, weight = record.input, record.weight
     check_factors(input, weight)
-    dtype = checks.output_dtype(given.out_dtype, input)
-    if given.scatter_dim is None:  # all rows, as if the last dimension were gathered
+    dtype = checks.output_dtype(record.out_dtype, input)
+    if record.scatter_dim is None:  # all rows, as if the last dimension were gathered
         return gathered_rows(input, input.dim() - 1, None, weight.shape[1], dtype)
-    dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
-    return scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
+    dim = shapes.dimension("scatter_dim", record.scatter_dim, input.dim())
+    return scattered_product(input, weight.shape[1], dim, record.length, size, dtype)
 
 
-def start(communicator: Communicator, given: ReductionArguments) -> Started:
-    with communicator.accepting(given.op):
-        made = result(given, communicator.world_size)
-    return start_form(FORMS[given.op], communicator, given, [made])
+def start(communicator: Communicator, record: ReductionArguments) -> Started:
+    with communicator.accepting(record.op):
+        output = result(record, communicator.world_size)
+    return start_form(FORMS[record.op], communicator, record, [output])
 
 
-def _save(ctx: Any, given: ReductionArguments, output: Tensor) -> None:
-    ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
-    ctx.save_for_backward(given.input, given.weight)
+def _save(ctx: Any, record: ReductionArguments, output: Tensor) -> None:
+    ctx.arguments, ctx.needs = without_tensors(record), requiring(record)
+    ctx.save_for_backward(record.input, record.weight)
 
 
 def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
     input, weight = ctx.saved_tensors
-    given, size = ctx.arguments, ctx.size
-    grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), given, size)
+    record, size = ctx.arguments, ctx.size
+    grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), record, size)
     of_bias = grad.flatten(0, -2).sum(0) if "bias" in ctx.needs else None
-    if of_bias is not None and given.scatter_dim in (-1, input.dim() - 1):
+    if of_bias is not None and record.scatter_dim in (-1, input.dim() - 1):
         # this rank added only its own part of the bias
-        mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, ctx.name)
-        of_bias = (mine.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
+        is_own = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, ctx.name)
+        of_bias = (is_own.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
     return {**factor_gradients(ctx, grad, input, weight), "bias": of_bias}
 
 
-def own_part(given: ReductionArguments, communicator: Communicator) -> int | None:
+def own_part(record: ReductionArguments, communicator: Communicator) -> int | None:
     """Return the length of this rank's scattered part if parts are unequal, as the op takes it."""
-    if given.scatter_dim is None:
+    if record.scatter_dim is None:
         return None
-    columns = given.input.shape[-1] if given.weight is None else given.weight.shape[1]
-    dim = checks.index("scatter_dim", given.scatter_dim, given.input.dim())
-    length = (*given.input.shape[:-1], columns)[dim]
+    columns = record.input.shape[-1] if record.weight is None else record.weight.shape[1]
+    dim = checks.index("scatter_dim", record.scatter_dim, record.input.dim())
+    length = (*record.input.shape[:-1], columns)[dim]
     if not length % communicator.world_size:
         return None
     return int(split_rows(length, communicator.world_size)[communicator.rank][1])
 
 
-def equal_part(part: Tensor, whole: Sequence[int], given: Any, size: int) -> Tensor:
+def equal_part(part: Tensor, whole: Sequence[int], record: Any, size: int) -> Tensor:
     """Return this rank's part of a tensor of shape ``whole``, padded with zeros to the longest part."""
-    if given.length is None:
+    if record.length is None:
         return part
-    dim = given.scatter_dim % len(whole)
+    dim = record.scatter_dim % len(whole)
     return padded(part, dim, longest(whole[dim], size))
 
 
@@ -368,30 +371,30 @@ def factor_gradients(
     ctx: Any, grad: Tensor, input: Tensor, weight: Tensor
 ) -> dict[str, Tensor | None]:
     """Return gradients of factors that need one, from the product's gradient: all, or the equal part."""
-    given, size, name = ctx.arguments, ctx.size, ctx.name
+    record, size, name = ctx.arguments, ctx.size, ctx.name
     shared, weighed = "input" in ctx.needs, "weight" in ctx.needs
     found: dict[str, Tensor | None] = {}
     if not (shared or weighed):
         return found
     grad = grad.to(input.dtype)
-    if given.scatter_dim is None:
+    if record.scatter_dim is None:
         total = wait(_ops.all_reduce(grad, "sum", size, name))
-        if given.reduce_op == "avg":
+        if record.reduce_op == "avg":
             total = total / size
         if shared:
-            found["input"] = product(total, weight.t(), given.format)
+            found["input"] = product(total, weight.t(), record.format)
         if weighed:
-            of_weight = product_of_rows(rows(input, 0), rows(total, 0), given.format)
+            of_weight = product_of_rows(rows(input, 0), rows(total, 0), record.format)
             found["weight"] = of_weight.to(weight.dtype)
         return found
-    if given.reduce_op == "avg":
+    if record.reduce_op == "avg":
         grad = grad / size
-    dim = given.scatter_dim % input.dim()
-    columns, factor, algorithm = dim == input.dim() - 1, weight.t(), given.algorithm
+    dim = record.scatter_dim % input.dim()
+    columns, factor, algorithm = dim == input.dim() - 1, weight.t(), record.algorithm
     length = weight.shape[1] if columns else input.shape[dim]
     if columns:
         algorithm = "auto"  # not all algorithms can gather the contracted dimension
-        if given.length is not None:
+        if record.length is not None:
             factor = padded(factor, 0, size * longest(length, size))
     whole, products = start_gathers(ctx, grad, factor, dim, algorithm)
     if shared:
@@ -402,11 +405,11 @@ def factor_gradients(
         whole = gathered[0] if gathered else whole
     if weighed:
         whole, left = wait(whole), input
-        if not given.format:
+        if not record.format:
             whole = rows(whole.narrow(dim, 0, length), dim)
-        elif given.length is not None:
+        elif record.length is not None:
             left = padded(input, dim, size * longest(length, size))
-        of_weight = product_of_rows(rows(left, dim), whole, given.format)
+        of_weight = product_of_rows(rows(left, dim), whole, record.format)
         found["weight"] = of_weight.to(weight.dtype)
     return found
 
@@ -435,8 +438,8 @@ def start_gathers(
     return alone, call_in(start, format, "all_gather_matmul", grad, [factor], [], *options)
 
 
-def _view(given: ReductionArguments, size: int) -> Tensor:
-    return result(given, size).view
+def _view(record: ReductionArguments, size: int) -> Tensor:
+    return result(record, size).view
 
 
 def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tensor]]:
@@ -450,13 +453,13 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
     checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
     total = by_rank.reduced(op, partial_products(ranks), first.reduce_op)
-    for rank, (made, each) in enumerate(zip(products, ranks, strict=True)):
+    for rank, (output, each) in enumerate(zip(products, ranks, strict=True)):
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
         if each.scatter_dim is not None:
             whole = split(whole, size, each.scatter_dim)[rank]
-        made.copy_(whole)  # rounded once
-    return [[made] for made in products]
+        output.copy_(whole)  # rounded once
+    return [[output] for output in products]
 
 
 NORM = ("residual", "norm_weight", "norm_bias", "kind", "eps", "quantize", "gather_normed")

@@ -77,8 +77,8 @@ def _activated(
     error: torch.Tensor, value: torch.Tensor, name: str, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the error bound of an activation of ``value``, itself off by ``error``, and its value."""
-    own = ACTIVATION_ROUNDINGS * unit * (value.abs() + error) if name else 0.0
-    return SLOPES[name] * error + own, activate(value, name)
+    rounding = ACTIVATION_ROUNDINGS * unit * (value.abs() + error) if name else 0.0
+    return SLOPES[name] * error + rounding, activate(value, name)
 
 
 def matmul(
@@ -211,7 +211,7 @@ def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype)
     return value.sum(1), rounded(total, value.sum(1), out_dtype)
 
 
-def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
+def norm(rows: torch.Tensor, record: RowNorm, out_dtype: torch.dtype) -> Bounded:
     """Norm whole rows along the last dimension; ``rows`` are exact.
 
     >>> norm(torch.tensor([[3.0, -3.0]]), RowNorm("rms", 0.0), torch.float32)[0].tolist()
@@ -220,17 +220,17 @@ def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
     unit, x = accumulation_unit(rows.dtype, out_dtype), rows.double()
     sums = gamma(rows.shape[-1] + 8, unit)
     off = torch.zeros_like(x)
-    if given.kind == "layer":
+    if record.kind == "layer":
         off = off + sums * x.abs().mean(-1, keepdim=True)  # the error of the mean
         x = x - x.mean(-1, keepdim=True)
     off = off + unit * (x.abs() + off)
     variance = x.square().mean(-1, keepdim=True)
     wrong = (2 * x.abs() * off + off.square()).mean(-1, keepdim=True) + sums * variance
     # 8 units: a GPU's reciprocal square root errs by 2, and more steps are rounded
-    relative = wrong / (variance + given.eps) + 8 * unit
-    value = x / (variance + given.eps).sqrt()
-    error = off / (variance + given.eps).sqrt() * (1 + relative) + value.abs() * relative
-    for vector, add in ((given.weight, False), (given.bias, True)):
+    relative = wrong / (variance + record.eps) + 8 * unit
+    value = x / (variance + record.eps).sqrt()
+    error = off / (variance + record.eps).sqrt() * (1 + relative) + value.abs() * relative
+    for vector, add in ((record.weight, False), (record.bias, True)):
         if vector is not None:
             value = value + vector.double() if add else value * vector.double()
             error = error if add else error * vector.double().abs()

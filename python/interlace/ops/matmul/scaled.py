@@ -122,7 +122,7 @@ def repeated(
 
 def multiply(
     operands: ScaledOperands,
-    given: AllGatherScaledMatmulArguments | ScaledMatmulReduceScatterArguments,
+    record: AllGatherScaledMatmulArguments | ScaledMatmulReduceScatterArguments,
 ) -> Tensor:
     """Return the product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
     input, weight, input_scale, weight_scale, bias = operands
@@ -131,8 +131,8 @@ def multiply(
         weight,
         *repeated(input, weight, input_scale, weight_scale),
         bias=bias,
-        out_dtype=given.out_dtype or torch.bfloat16,
-        use_fast_accum=given.use_fast_accum,
+        out_dtype=record.out_dtype or torch.bfloat16,
+        use_fast_accum=record.use_fast_accum,
     )
 
 
@@ -193,9 +193,9 @@ def _agreed(
     return not any(why_not), list(parts)
 
 
-def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
+def operands(record: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
     """Return the checked operands of each weight's product."""
-    weights, weight_scales, biases = given.weights, given.weight_scales, given.biases
+    weights, weight_scales, biases = record.weights, record.weight_scales, record.biases
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
             f"weight_scales and biases must be as many as the {len(weights)} weights, got "
@@ -203,7 +203,7 @@ def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
         )
     vectors = biases or [None] * len(weights)
     found = [
-        ScaledOperands(given.input, weight, given.input_scale, scale, bias)
+        ScaledOperands(record.input, weight, record.input_scale, scale, bias)
         for weight, scale, bias in zip(weights, weight_scales, vectors, strict=True)
     ]
     for each in found:
@@ -211,39 +211,39 @@ def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
     return found
 
 
-def gathered_products(given: AllGatherScaledMatmulArguments, size: int) -> list[Output]:
+def gathered_products(record: AllGatherScaledMatmulArguments, size: int) -> list[Output]:
     """Make a product per weight, then the gathered input, which is always made."""
-    input = given.input
-    if given.gather_dim in (-1, input.dim() - 1):
+    input = record.input
+    if record.gather_dim in (-1, input.dim() - 1):
         raise ValueError(
-            f"gather_dim={given.gather_dim} is the contracted dimension, along which scales cannot be "
+            f"gather_dim={record.gather_dim} is the contracted dimension, along which scales cannot be "
             "gathered; gather along another one"
         )
-    dtype = given.out_dtype or torch.bfloat16
+    dtype = record.out_dtype or torch.bfloat16
     unscaled = gather.AllGatherMatmulArguments(
-        input, given.weights, [], given.gather_dim, True, out_dtype=dtype
+        input, record.weights, [], record.gather_dim, True, out_dtype=dtype
     )
     return gather.results(unscaled, size)
 
 
-def _views(given: AllGatherScaledMatmulArguments, size: int) -> list[Tensor]:
-    operands(given)
-    views = [each.view for each in gathered_products(given, size)]
-    return views if given.return_gathered else views[:-1]
+def _views(record: AllGatherScaledMatmulArguments, size: int) -> list[Tensor]:
+    operands(record)
+    views = [each.view for each in gathered_products(record, size)]
+    return views if record.return_gathered else views[:-1]
 
 
-def start_gather(communicator: Communicator, given: AllGatherScaledMatmulArguments) -> Started:
-    input, weights, input_scale = given.input, given.weights, given.input_scale
+def start_gather(communicator: Communicator, record: AllGatherScaledMatmulArguments) -> Started:
+    input, weights, input_scale = record.input, record.weights, record.input_scale
     with communicator.accepting(GATHER):
-        for each in (input, input_scale, *weights, *given.weight_scales):
+        for each in (input, input_scale, *weights, *record.weight_scales):
             checks.tensor("each operand", each, communicator)
-        found = operands(given)
-        products = gathered_products(given, communicator.world_size)
+        found = operands(record)
+        products = gathered_products(record, communicator.world_size)
         inner, columns = input.shape[-1], [weight.shape[1] for weight in weights]
         rows = products[-1].matrix.shape[0]
-        kernel = _wants_kernel(communicator, given.algorithm, rows, inner, max(columns))
+        kernel = _wants_kernel(communicator, record.algorithm, rows, inner, max(columns))
     *outputs, gathered = products
-    dim = given.gather_dim % input.dim()
+    dim = record.gather_dim % input.dim()
     by_row = is_by_row(input, input_scale)
     shard = rows_of(input, dim).contiguous()
     scale = rows_of(input_scale, dim).contiguous() if by_row else input_scale
@@ -251,24 +251,24 @@ def start_gather(communicator: Communicator, given: AllGatherScaledMatmulArgumen
     def start() -> Outcome:
         reason = ""
         if kernel:
-            reason = why_not(communicator, inner, weights, given.out_dtype)
+            reason = why_not(communicator, inner, weights, record.out_dtype)
         terms = (
             ("shape of input", tuple(input.shape)),
             ("gather_dim", dim),
             ("dtype of input", input.dtype),
             ("whether input_scale is by row", by_row),
-            ("algorithm", given.algorithm),
-            ("use_fast_accum", given.use_fast_accum),
+            ("algorithm", record.algorithm),
+            ("use_fast_accum", record.use_fast_accum),
         )
-        can, widths = _agreed(communicator, GATHER, given.algorithm, terms, columns, reason)
+        can, widths = _agreed(communicator, GATHER, record.algorithm, terms, columns, reason)
         if kernel and can:
             event = gather_fused(
                 communicator,
                 [each._replace(input=shard, input_scale=scale) for each in found],
                 by_row,
                 [output.matrix for output in outputs],
-                gathered.matrix if given.return_gathered else None,
-                given.use_fast_accum,
+                gathered.matrix if record.return_gathered else None,
+                record.use_fast_accum,
                 [each for width in widths for each in width],
             )
             return Outcome(None, event)
@@ -281,13 +281,13 @@ def start_gather(communicator: Communicator, given: AllGatherScaledMatmulArgumen
         def multiply_all() -> None:
             for each, output in zip(found, outputs, strict=True):
                 whole = each._replace(input=gathered.matrix, input_scale=whole_scale)
-                output.matrix.copy_(multiply(whole, given))
+                output.matrix.copy_(multiply(whole, record))
 
         communicator.compute.call(multiply_all, "scaled matmul")
         return Outcome(None, communicator.compute.record())
 
     work = communicator.run(GATHER, start, async_op=True)
-    views = [product.view for product in (products if given.return_gathered else outputs)]
+    views = [product.view for product in (products if record.return_gathered else outputs)]
     return Started(views, work)
 
 
@@ -297,72 +297,72 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
         collective_algorithms.gather_made(communicator, part.reshape(-1), list(parts))
 
 
-def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> Output:
+def scattered(record: ScaledMatmulReduceScatterArguments, size: int) -> Output:
     """Make ``[.., n / size, .., columns]``."""
-    dtype, dim = given.out_dtype or torch.bfloat16, given.scatter_dim
+    dtype, dim = record.out_dtype or torch.bfloat16, record.scatter_dim
     unscaled = reduce.ReductionArguments(
-        given.input, given.weight, scatter_dim=dim, out_dtype=dtype
+        record.input, record.weight, scatter_dim=dim, out_dtype=dtype
     )
     return reduce.result(unscaled, size)
 
 
-def product(given: ScaledMatmulReduceScatterArguments, rank: int) -> Tensor:
+def product(record: ScaledMatmulReduceScatterArguments, rank: int) -> Tensor:
     """Return ``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
-    found, input, scale = given.operands, given.input, given.input_scale
+    found, input, scale = record.operands, record.input, record.input_scale
     _check(found)
     matrices = found._replace(
         input=rows_of(input, 0),
         input_scale=rows_of(scale, 0) if is_by_row(input, scale) else scale,
-        bias=found.bias if _is_average(given) or rank == 0 else None,
+        bias=found.bias if _is_average(record) or rank == 0 else None,
     )
-    return multiply(matrices, given).view(*input.shape[:-1], found.weight.shape[1])
+    return multiply(matrices, record).view(*input.shape[:-1], found.weight.shape[1])
 
 
-def _is_average(given: ScaledMatmulReduceScatterArguments) -> bool:
-    return checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS) == "avg"
+def _is_average(record: ScaledMatmulReduceScatterArguments) -> bool:
+    return checks.one_of("reduce_op", record.reduce_op, checks.REDUCE_OPS) == "avg"
 
 
-def start_reduce(communicator: Communicator, given: ScaledMatmulReduceScatterArguments) -> Started:
-    input, weight, found = given.input, given.weight, given.operands
+def start_reduce(communicator: Communicator, record: ScaledMatmulReduceScatterArguments) -> Started:
+    input, weight, found = record.input, record.weight, record.operands
     with communicator.accepting(SCATTER):
         for each in found[:4]:
             checks.tensor("each operand", each, communicator)
-        average = _is_average(given)
+        average = _is_average(record)
         _check(found)
         rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
-        made = scattered(given, communicator.world_size)
+        result = scattered(record, communicator.world_size)
         columns = weight.shape[1]
-        kernel = _wants_kernel(communicator, given.algorithm, rows, inner, columns)
+        kernel = _wants_kernel(communicator, record.algorithm, rows, inner, columns)
     if kernel:
         terms = (
             ("the shape of input without k", tuple(input.shape[:-1])),
             ("the columns of weight", columns),
-            ("scatter_dim", given.scatter_dim % input.dim()),
+            ("scatter_dim", record.scatter_dim % input.dim()),
             ("reduce_op", "avg" if average else "sum"),
-            ("out_dtype", made.view.dtype),
-            ("use_fast_accum", given.use_fast_accum),
-            ("algorithm", given.algorithm),
+            ("out_dtype", result.view.dtype),
+            ("use_fast_accum", record.use_fast_accum),
+            ("algorithm", record.algorithm),
             ("whether there is a bias", found.bias is not None),
         )
-        reason = why_not(communicator, inner, [weight], made.view.dtype)
+        reason = why_not(communicator, inner, [weight], result.view.dtype)
 
         def agree() -> Outcome:
-            can, inners = _agreed(communicator, SCATTER, given.algorithm, terms, inner, reason)
+            can, inners = _agreed(communicator, SCATTER, record.algorithm, terms, inner, reason)
             return Outcome(max(inners) if can else 0, None)
 
-        output = made.view if made.view.is_contiguous() else shapes.like(made.view)
+        output = result.view if result.view.is_contiguous() else shapes.like(result.view)
         if largest := communicator.run(SCATTER, agree, async_op=False):
 
             def start() -> Outcome:
                 event = reduce_fused(
-                    communicator, given, made.matrix, average=average, inner=largest
+                    communicator, record, result.matrix, average=average, inner=largest
                 )
-                return Outcome(None, copied_back(communicator, [output], [made.view], event))
+                return Outcome(None, copied_back(communicator, [output], [result.view], event))
 
             return Started([output], communicator.run(SCATTER, start, async_op=True))
     with communicator.accepting(SCATTER):
-        whole = product(given, communicator.rank)
-    return by_rank.REDUCE_SCATTER.begin(communicator, (whole, given.reduce_op, given.scatter_dim))
+        whole = product(record, communicator.rank)
+    return by_rank.REDUCE_SCATTER.begin(communicator, (whole, record.reduce_op, record.scatter_dim))
 
 
 # -- by one kernel ---------------------------------------------------------------------------------
@@ -424,15 +424,15 @@ def gather_fused(
 
 def reduce_fused(
     communicator: Communicator,
-    given: ScaledMatmulReduceScatterArguments,
+    record: ScaledMatmulReduceScatterArguments,
     output: Tensor,
     *,
     average: bool,
     inner: int,
 ) -> Event:
     """Write ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
-    input, weight, row_scale, column_scale, bias = given.operands
-    dim, size = given.scatter_dim % input.dim(), communicator.world_size
+    input, weight, row_scale, column_scale, bias = record.operands
+    dim, size = record.scatter_dim % input.dim(), communicator.world_size
     by_row = row_scale.numel() != 1 or column_scale.numel() != 1
     left, right, along = factors(input, weight, dim)
     if along == "m":
@@ -443,7 +443,7 @@ def reduce_fused(
         row_scale = rows_of(row_scale, dim)
     matrices, fast = (
         ScaledOperands(left, right, row_scale, column_scale, bias),
-        given.use_fast_accum,
+        record.use_fast_accum,
     )
     linear = _linear(matrices, output, by_row, fast, bias_along=along, average=average)
     rows, columns = output.shape
@@ -468,18 +468,18 @@ def gather_reference(
     scales = [each.input_scale for each in ranks]
     by_rank.alike(op, "input_scale", scales)
     results = []
-    for given in ranks:
-        products_of = operands(given)
-        products = gathered_products(given, size)
+    for record in ranks:
+        products_of = operands(record)
+        products = gathered_products(record, size)
         *outputs, gathered = products
         gathered.view.copy_(by_rank.gathered(op, by_rank.inputs(ranks), dim, size))
-        scale = given.input_scale
-        if is_by_row(given.input, scale):
+        scale = record.input_scale
+        if is_by_row(record.input, scale):
             scale = rows_of(by_rank.gathered(op, scales, dim, size), dim)
         for each, output in zip(products_of, outputs, strict=True):
             each = each._replace(input=gathered.matrix, input_scale=scale)
-            output.matrix.copy_(multiply(each, given))
-        results.append([p.view for p in (products if given.return_gathered else outputs)])
+            output.matrix.copy_(multiply(each, record))
+        results.append([p.view for p in (products if record.return_gathered else outputs)])
     return results
 
 

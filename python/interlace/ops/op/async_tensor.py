@@ -152,10 +152,10 @@ class AsyncTensor(torch.Tensor):
         inner: dict[str, torch.Tensor], waited: Any, size: Any, stride: Any
     ) -> "AsyncTensor":
         _take_plain_tangents()
-        made = AsyncTensor(inner["_inner"])
-        made._waited = waited
-        made._of_graph = True
-        return made
+        tensor = AsyncTensor(inner["_inner"])
+        tensor._waited = waited
+        tensor._of_graph = True
+        return tensor
 
     def __coerce_tangent_metadata__(self) -> "AsyncTensor":
         return completed(self._complete())
@@ -198,14 +198,14 @@ def _operator(name: str, tensors: str = "") -> Any:
 
     (They take it for "not implemented".) ``tensors``: for a reflected operator, the left tensor's operator.
     """
-    own, of_left = getattr(torch.Tensor, name), getattr(torch.Tensor, tensors or name)
+    plain, of_left = getattr(torch.Tensor, name), getattr(torch.Tensor, tensors or name)
 
     def operator(self: AsyncTensor, other: Any) -> Any:
         if not (torch.compiler.is_compiling() or modes_active()):
             _opened([self, other])
         if tensors and isinstance(other, torch.Tensor):
             return of_left(other, self)
-        return own(self, other)
+        return plain(self, other)
 
     return operator
 
@@ -233,9 +233,9 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
     """Return ``tensor``, which nothing writes any more, as an AsyncTensor."""
     if isinstance(tensor, AsyncTensor):
         tensor = tensor._complete()
-    made = AsyncTensor(tensor)
-    made._waited = True
-    return made
+    result = AsyncTensor(tensor)
+    result._waited = True
+    return result
 
 
 @functools.cache

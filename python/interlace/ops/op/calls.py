@@ -59,29 +59,29 @@ def run(
     op: str, group: FunctionalGroup, tag: str, *args: Any, out: torch.Tensor | None = None
 ) -> Any:
     """Start ``op`` or add a node to the graph; return its result, or the list of its results."""
-    known, how = _known[op], {} if out is None else {"out": out}
+    known, output = _known[op], {} if out is None else {"out": out}
     if direct(tensors([out, *[args[at] for at in known.operands.values()]])):
-        return _results(known.op, known.op.begin(bound(group, tag), args, **how))
+        return _results(known.op, known.op.begin(bound(group, tag), args, **output))
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
         text = f"{op} with out= has no gradient, but a tensor requires one; pass no out"
         refuse(op, group, tag, RuntimeError(text))
-    return known.traceable(*args, size, name, **how)
+    return known.traceable(*args, size, name, **output)
 
 
-def run_record(op: str, group: FunctionalGroup, tag: str, given: Any) -> Any:
+def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
     """Run an op on the record of its arguments, as :func:`run` does."""
     known = _known[op]
-    if direct(tensors([getattr(given, name) for name in known.operands])):
-        return _results(known.op, known.op.start(bound(group, tag), given))
+    if direct(tensors([getattr(record, name) for name in known.operands])):
+        return _results(known.op, known.op.start(bound(group, tag), record))
     name, size = describe(group, tag)
-    return known.traceable(*[getattr(given, field) for field in known.fields], size, name)
+    return known.traceable(*[getattr(record, field) for field in known.fields], size, name)
 
 
 def _results(op: Op, started: Started) -> Any:
     """Return the results of an op, which wait on their first use, or its only result."""
-    made = [AsyncTensor(each, started.work) for each in started.outputs]
-    return made if op.several else made[0]
+    results = [AsyncTensor(each, started.work) for each in started.outputs]
+    return results if op.several else results[0]
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
@@ -150,9 +150,9 @@ def check(
     op: str, group: FunctionalGroup, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
 ) -> None:
     """Raise TypeError unless the ``tensors`` are tensors (some may be None), and ``ints`` are ints."""
-    given = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
+    record = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
     known = not torch.compiler.is_compiling() and not _has_modes()
-    for name, value in given.items():
+    for name, value in record.items():
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {checks.described(value)}"
             refuse(op, group, tag, TypeError(text))
@@ -161,8 +161,8 @@ def check(
             text = f"{name} must be a strided tensor, got {value.layout}"
             refuse(op, group, tag, TypeError(text))
     if known:
-        on_meta = [name for name, value in given.items() if value.is_meta]
-        if on_meta and len(on_meta) < len(given):  # torch would run nothing
+        on_meta = [name for name, value in record.items() if value.is_meta]
+        if on_meta and len(on_meta) < len(record):  # torch would run nothing
             text = f"{on_meta[0]} is on meta, but other tensors are not: use one device for all"
             refuse(op, group, tag, TypeError(text))
     for name, value in (ints or {}).items():

@@ -78,10 +78,10 @@ class Setting:
         """Return random integers from -2 to 2; with ``same`` they are equal on all ranks."""
         seed = zlib.crc32(self.argument.encode()) + 1000 * self.call + (0 if same else self.rank)
         generator = torch.Generator().manual_seed(seed)
-        made = torch.randint(-2, 3, shape, generator=generator)
+        numbers = torch.randint(-2, 3, shape, generator=generator)
         if self.dtype.is_complex:
-            return torch.complex(made.float(), made.flip(0).float()).to(self.dtype)
-        return made.to(self.dtype)
+            return torch.complex(numbers.float(), numbers.flip(0).float()).to(self.dtype)
+        return numbers.to(self.dtype)
 
     def of(self, rank: int) -> "Setting":
         return replace(self, rank=rank)
@@ -378,8 +378,8 @@ class Op:
 
     def example_records(self, setting: Setting, **others: Any) -> list[Any]:
         """Return the records of all ranks' examples."""
-        every = [self.example(each, **others) for each in setting.everyone()]
-        return [self.record(list(each.values())) for each in every]
+        records = [self.example(each, **others) for each in setting.everyone()]
+        return [self.record(list(each.values())) for each in records]
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
@@ -387,14 +387,14 @@ class Op:
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """The schema types of the arguments, by name and in order."""
-        every = kinds_of(self.arguments).items()
-        return {name: kind for name, kind in every if kind and name not in self.without}
+        kinds = kinds_of(self.arguments).items()
+        return {name: kind for name, kind in kinds if kind and name not in self.without}
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
         """The arguments that a caller may leave out, and their values, by name."""
-        every = dataclasses.fields(self.arguments)
-        return {e.name: e.default for e in every if e.default is not dataclasses.MISSING}
+        of_record = dataclasses.fields(self.arguments)
+        return {e.name: e.default for e in of_record if e.default is not dataclasses.MISSING}
 
     @functools.cached_property
     def parameters(self) -> str:
@@ -410,33 +410,33 @@ class Op:
     def schema(self) -> str:
         return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
 
-    def record(self, given: Sequence[Any]) -> Any:
+    def record(self, record: Sequence[Any]) -> Any:
         """Return the record of arguments in the order of the schema."""
-        return self.arguments(**dict(zip(self.kinds, given, strict=True)))
+        return self.arguments(**dict(zip(self.kinds, record, strict=True)))
 
-    def begin(self, communicator: Communicator, given: Sequence[Any], **out: Tensor) -> Started:
+    def begin(self, communicator: Communicator, record: Sequence[Any], **out: Tensor) -> Started:
         """Start the op with arguments in the order of the schema."""
-        return self.start(communicator, self.record(given), **out)
+        return self.start(communicator, self.record(record), **out)
 
-    def tensors_of(self, given: Any) -> list[Tensor]:
+    def tensors_of(self, record: Any) -> list[Tensor]:
         """Return the tensors of a record, in the order of the schema."""
-        return tensors(map(vars(given).get, names_of_tensors(self.arguments)))
+        return tensors(map(vars(record).get, names_of_tensors(self.arguments)))
 
-    def needs(self, given: Mapping[str, Any]) -> str:
+    def needs(self, record: Mapping[str, Any]) -> str:
         """Return the names in ``communicates`` whose arguments require a gradient, in words."""
         if not (self.gradient and torch.is_grad_enabled()):
             return ""
         return " and ".join(
             words
             for words, names in self.communicates.items()
-            if any(each.requires_grad for each in tensors([given[name] for name in names]))
+            if any(each.requires_grad for each in tensors([record[name] for name in names]))
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Save values for autograd. ``inputs`` are the arguments and the group."""
         assert self.gradient is not None
-        *given, ctx.size, ctx.name = inputs
-        self.gradient.save(ctx, self.record(given), output)
+        *record, ctx.size, ctx.name = inputs
+        self.gradient.save(ctx, self.record(record), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
         """Return for autograd a gradient or None for each argument in order, and for the group."""
@@ -460,22 +460,22 @@ class Output(NamedTuple):
 
 
 def start_form(
-    form: Callable[..., Any], communicator: Communicator, given: Any, made: Sequence[Output]
+    form: Callable[..., Any], communicator: Communicator, record: Any, outputs: Sequence[Output]
 ) -> Started:
-    """Start the form of a record. It fills the outputs ``made``, which the caller gets as views."""
-    work = form(communicator, given, [each.matrix for each in made], True)
-    return Started([each.view for each in made], work)
+    """Start the form of a record. It fills the outputs ``outputs``, which the caller gets as views."""
+    work = form(communicator, record, [each.matrix for each in outputs], True)
+    return Started([each.view for each in outputs], work)
 
 
-def without_tensors(given: Any) -> Any:
-    """Return the record ``given`` with None for its tensors, so that autograd can keep it."""
-    kind: Any = type(given)
-    return kind(**{**vars(given), **dict.fromkeys(names_of_tensors(kind))})
+def without_tensors(record: Any) -> Any:
+    """Return the record ``record`` with None for its tensors, so that autograd can keep it."""
+    kind: Any = type(record)
+    return kind(**{**vars(record), **dict.fromkeys(names_of_tensors(kind))})
 
 
-def requiring(given: Any) -> set[str]:
-    """Return the names of those fields of ``given`` that require a gradient."""
-    named = vars(given).items()
+def requiring(record: Any) -> set[str]:
+    """Return the names of those fields of ``record`` that require a gradient."""
+    named = vars(record).items()
     return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
 
 

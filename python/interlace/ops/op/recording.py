@@ -70,10 +70,10 @@ def call(name: str, *args: Any) -> Any:
 
     The group itself may replace the name.
     """
-    *own, size, group = args
+    *values, size, group = args
     op: Op = OPS[name]
-    _check_types(op, own, size, group)
-    given = op.record(own)
+    _check_types(op, values, size, group)
+    given = op.record(values)
     with needing(op.needs(vars(given))):
         if seen(op.tensors_of(given)):
             return _through(name, name, args)
@@ -102,12 +102,12 @@ def start_unrecorded(name: str, *args: Any) -> Started:
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     """Call ``torch.ops.interlace.<name>_out(*args, out=out)``, without recording a gradient."""
-    *own, size, group = args
-    _check_types(OPS[name], own, size, group)
-    if seen(tensors([*own, out])):
+    *values, size, group = args
+    _check_types(OPS[name], values, size, group)
+    if seen(tensors([*values, out])):
         _through(name, f"{name}_out", args, out=out)
         return
-    plain = tree_map_only(torch.Tensor, wait, own)
+    plain = tree_map_only(torch.Tensor, wait, values)
     finish(OPS[name].begin(specs.bind(group, size), plain, out=wait(out)))
 
 
@@ -124,21 +124,21 @@ _TYPES: dict[str, tuple[str, Any]] = {
 
 def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
     """Call the op through the dispatcher."""
-    *own, size, group = args
+    *values, size, group = args
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
     register_with_torch(OPS[name])
     with completing() if only_watched() else contextlib.nullcontext():
-        return getattr(_dispatched, overload).default(*own, size, group, **out)
+        return getattr(_dispatched, overload).default(*values, size, group, **out)
 
 
 def _bound(group: Communicator | str, size: int) -> Communicator:
     return group if isinstance(group, Communicator) else specs.bind(group, size)
 
 
-def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
+def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
     """Raise on all ranks, before anything runs, for an argument that does not fit the schema."""
-    for (name, kind), value in zip(op.kinds.items(), own, strict=True):
+    for (name, kind), value in zip(op.kinds.items(), values, strict=True):
         words, fits = _accepted(kind)
         if not fits(value):
             error = TypeError(f"{name} must be {words}, got {type(value).__name__}")
@@ -207,26 +207,26 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 # -- one node of autograd ----------------------------------------------------------------------------
 
 
-def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
+def _prepared(op: Op, communicator: Communicator, record: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
-    operands = op.tensors_of(given)
+    operands = op.tensors_of(record)
     communicator.check_recordable(operands)
     if not any([type(each) is AsyncTensor for each in operands]):
-        return given
-    named = {name: getattr(given, name) for name in names_of_tensors(op.arguments)}
-    return replace(given, **tree_map_only(torch.Tensor, wait, named))
+        return record
+    named = {name: getattr(record, name) for name in names_of_tensors(op.arguments)}
+    return replace(record, **tree_map_only(torch.Tensor, wait, named))
 
 
 def record(
-    op: Op, communicator: Communicator, given: Any, outputs: Sequence[torch.Tensor]
+    op: Op, communicator: Communicator, record: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``outputs``, the results of the op for the record ``given``, with their autograd history."""
+    """Return ``outputs``, the results of the op for the record ``record``, with their autograd history."""
     # new versions: later writes of the op must not count as changes of tensors that autograd saves
     outputs = [each.data for each in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
-        operands = op.tensors_of(given)
+        operands = op.tensors_of(record)
         if any([each.requires_grad for each in operands]):
-            return list(_RecordedOp.apply(op, communicator, given, outputs, *operands))  # type: ignore[no-untyped-call]
+            return list(_RecordedOp.apply(op, communicator, record, outputs, *operands))  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -238,15 +238,15 @@ class _RecordedOp(torch.autograd.Function):
         ctx: Any,
         op: Op,
         communicator: Communicator,
-        given: Any,
+        record: Any,
         outputs: Sequence[torch.Tensor],
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         assert op.gradient is not None
         ctx.op, ctx.size, ctx.name = op, communicator.world_size, communicator
-        op.gradient.save(ctx, given, outputs if op.several else outputs[0])
+        op.gradient.save(ctx, record, outputs if op.several else outputs[0])
         ctx.changed = False
-        ctx.places = [*_places(given)]  # keeps no tensor alive
+        ctx.places = [*_places(record)]  # keeps no tensor alive
         return tuple(outputs)
 
     @staticmethod
@@ -267,10 +267,10 @@ class _RecordedOp(torch.autograd.Function):
         return None, None, None, None, *of_tensors
 
 
-def _places(given: Any) -> Iterator[tuple[str, int | None]]:
+def _places(record: Any) -> Iterator[tuple[str, int | None]]:
     """Yield the places of a record's tensors, in order: the field, and the index in a list."""
-    for name in names_of_tensors(given.__class__):
-        value = getattr(given, name)
+    for name in names_of_tensors(record.__class__):
+        value = getattr(record, name)
         if isinstance(value, torch.Tensor):
             yield name, None
         elif value is not None:
@@ -282,8 +282,8 @@ def _places(given: Any) -> Iterator[tuple[str, int | None]]:
 # -- eager calls -------------------------------------------------------------------------------------
 
 
-def _as_they_are(given: Any, made: Any) -> tuple[Any, Any]:
-    return given, made
+def _as_they_are(record: Any, results: Any) -> tuple[Any, Any]:
+    return record, results
 
 
 @disable
@@ -312,8 +312,8 @@ def run_recorded(
     if look(op.tensors_of(given)):
         given, _ = results(given, None)
         values = [getattr(given, name) for name in op.kinds]
-        made = call(op.name, *values, communicator.world_size, communicator)
-        outputs = [wait_tensor(each) for each in (made if op.several else [made])]
+        result = call(op.name, *values, communicator.world_size, communicator)
+        outputs = [wait_tensor(each) for each in (result if op.several else [result])]
         done = Work(op.name, communicator.place, None)
         work = ContinuedWork(done, lambda _: finish(outputs, None))
         return work if async_op else work.wait()
@@ -325,22 +325,22 @@ def run_recorded(
             )  # fmt: skip
     given = _prepared(op, communicator, given)
 
-    def then(made: Any) -> Any:
-        return finish(record(op, communicator, *results(given, made)), made)
+    def then(result: Any) -> Any:
+        return finish(record(op, communicator, *results(given, result)), result)
 
     started = _sequence_number() if async_op else 0
     versions = [each._version for each in op.tensors_of(given)] if async_op else []
 
-    def later(made: Any) -> Any:
+    def later(result: Any) -> Any:
         before = _sequence_number()
         changed = versions != [each._version for each in op.tensors_of(given)]
-        found = then(made)
+        found = then(result)
         _number_as_started(found, before, started, changed=changed)
         return found
 
     with needing(op.needs(vars(given)) or ("another tensor" if differs else "")):
-        made = run(given, async_op=async_op)
-    return ContinuedWork(made, later) if async_op else then(made)
+        result = run(given, async_op=async_op)
+    return ContinuedWork(result, later) if async_op else then(result)
 
 
 def _sequence_number() -> int:
@@ -358,8 +358,8 @@ def _number_as_started(found: Any, before: int, started: int, *, changed: bool) 
     nodes = [each.grad_fn for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
     while nodes:
         node: Any = nodes.pop()
-        ours = node is not None and before < node._sequence_nr()
-        if not ours or type(node).__name__ == "AccumulateGrad":
+        is_new = node is not None and before < node._sequence_nr()
+        if not is_new or type(node).__name__ == "AccumulateGrad":
             continue
         node._set_sequence_nr(started)
         if isinstance(node, _RecordedOp._backward_cls):
@@ -381,10 +381,10 @@ class ContinuedWork(Work):
         """Return the complete result. Raise the op's error."""
         return self._results[0] if self._results else self._finished(self._work.wait(timeout))
 
-    def _finished(self, made: Any) -> Any:
+    def _finished(self, result: Any) -> Any:
         if not self._results:
             with torch.set_grad_enabled(self._recording):
-                self._results.append(self._then(made))
+                self._results.append(self._then(result))
         return self._results[0]
 
     def get_future(self) -> torch.futures.Future[Any]:

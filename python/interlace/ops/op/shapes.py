@@ -41,13 +41,13 @@ def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return input.new_empty([part if i == dim else n for i, n in enumerate(input.shape)])
 
 
-def divided(length: Any, size: int, what: str, part: Any = None) -> Any:
+def divided(length: Any, size: int, name: str, part: Any = None) -> Any:
     """Return ``part``, this rank's part of ``length``; if it is None, an equal part."""
     if part is not None:
         return part
     if isinstance(length, int) and isinstance(size, int) and length % size:
         raise ValueError(
-            f"{what} has length {length}, which the group's size {size} does not divide"
+            f"{name} has length {length}, which the group's size {size} does not divide"
         )
     return length // size
 

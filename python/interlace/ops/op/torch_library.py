@@ -111,14 +111,14 @@ def _bound(name: str, size: int) -> Communicator:
 
 def _kernel(op: Op) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        *own, size, name = args
+        *values, size, name = args
         needs = current().needs
         with needing(UNTOLD if needs is None else needs):
-            started = op.begin(_bound(name, size), own)
+            started = op.begin(_bound(name, size), values)
         (finish if _complete_at_once.get() else register_work)(started)
         # new versions: later writes of the op must not count as changes of tensors that autograd saves
-        made = [each.data for each in started.outputs]
-        return made if op.several else made[0]
+        results = [each.data for each in started.outputs]
+        return results if op.several else results[0]
 
     return kernel
 
@@ -126,8 +126,8 @@ def _kernel(op: Op) -> Callable[..., Any]:
 def _fake(op: Op) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
         _register_lowering(op)
-        *own, size, _ = args
-        return op.outputs(op.record(own), size)
+        *values, size, _ = args
+        return op.outputs(op.record(values), size)
 
     return fake
 
@@ -136,16 +136,16 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
     """Return a kernel that waits: compilers do not know that an op with ``out`` still reads its input."""
 
     def kernel(*args: Any, out: torch.Tensor) -> None:
-        *own, size, name = args
-        finish(op.begin(_bound(name, size), own, out=out))
+        *values, size, name = args
+        finish(op.begin(_bound(name, size), values, out=out))
 
     return kernel
 
 
 def _in_place_kernel(op: Op) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any) -> Any:
-        *own, size, name = args
-        register_work(op.begin(_bound(name, size), [input, *own], out=input))
+        *values, size, name = args
+        register_work(op.begin(_bound(name, size), [input, *values], out=input))
         return input
 
     return kernel
@@ -212,13 +212,13 @@ def _out_of_place(lowering: Any, op: Any) -> Any:
         if V.graph.current_node.meta.get("unbacked_bindings"):
             return unknown(*args)  # a dispatch without a bound is complete when it returns
         _wait_late(V.graph.current_node)
-        made: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
-        kernel = made[0].inputs[0] if isinstance(made, list) else made
+        nodes: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
+        kernel = nodes[0].inputs[0] if isinstance(nodes, list) else nodes
         kernel.inputs = _Inputs(kernel.inputs)
         for each in kernel.inputs:
             # the wait keeps only the first one alive, and may not be in this graph
             V.graph.never_reuse_buffers.add(each.get_name())
-        return torch.utils._pytree.tree_map(ir.TensorBox.create, made)
+        return torch.utils._pytree.tree_map(ir.TensorBox.create, nodes)
 
     return lower
 

@@ -65,8 +65,8 @@ def build(
 
 
 def _request(entry: Entry, artifacts: str) -> Entry:
-    own = entry.kernel not in _DESCRIPTORS_OF_PEERS
-    ignore = (*entry.ignore, "unfenced descriptor load") if own else entry.ignore
+    is_exempt = entry.kernel not in _DESCRIPTORS_OF_PEERS
+    ignore = (*entry.ignore, "unfenced descriptor load") if is_exempt else entry.ignore
     return replace(entry, artifacts=artifacts, ignore=ignore)
 
 

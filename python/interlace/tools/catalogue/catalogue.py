@@ -197,10 +197,12 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
         node_matmul_reduce.matmul_reduce_scatter(group, every, linear, segments, configuration)
 
     for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
-        made = entry(launch, put, arch)
-        if made.kernel == "move_kernel":
-            made = replace(made, variant=f"{put} {FORMS[launch.arguments['input'].ptr.dtype]}")
-        found.setdefault(made.name, made)
+        of_launch = entry(launch, put, arch)
+        if of_launch.kernel == "move_kernel":
+            of_launch = replace(
+                of_launch, variant=f"{put} {FORMS[launch.arguments['input'].ptr.dtype]}"
+            )
+        found.setdefault(of_launch.name, of_launch)
     # the kernel that multiplies does not put, and is among the kernels of one node
     return iter(each for each in found.values() if "PUT" in each.constants)
 
@@ -294,8 +296,8 @@ class MatmulVariant(KernelOptions):
         kind = {"fast_accum": fast, "grouped": self.grouped}
         default = gpu_default(arch, self.torch_dtype, *extents, **kind)
         descriptors = default.descriptors and self.tma
-        own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
-        return replace(default, **own | self.overrides)
+        of_variant: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
+        return replace(default, **of_variant | self.overrides)
 
     def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
         """Return the input, with ``rows``, and the weight with its bias and scales."""
@@ -524,8 +526,8 @@ def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -
     """Return dispatch and combine of rows; for fp8 with scales, only dispatch."""
     dtype, kind = operands.dtype, operands.torch_dtype
     assignment, scaled = operands.chosen(), dtype in SCALED_DTYPES
-    own: dict[str, Any] = dict(operands.overrides)
-    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **own)
+    of_variant: dict[str, Any] = dict(operands.overrides)
+    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **of_variant)
     x, segments = meta(MANY_ROWS, operands.columns, dtype=kind), meta(operands.experts, RANKS, 3)
     scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
     weights = meta(MANY_ROWS, operands.topk, dtype=torch.float32) if weighted else None
@@ -583,8 +585,8 @@ def _norms(arch: int) -> Iterator[Entry]:
     rms, layer = bf16, replace(bf16, norm="layer")
     norms = [rms, layer, replace(rms, gather="normed"), replace(layer, gather="both")]
     if arch >= 89:  # Triton makes no float8_e4m3fn for older ones
-        made = [replace(rms, quantize=name) for name in QUANTIZE]
-        norms += [*made, *(replace(each, gather="normed") for each in made)]
+        quantised = [replace(rms, quantize=name) for name in QUANTIZE]
+        norms += [*quantised, *(replace(each, gather="normed") for each in quantised)]
     for operands in (*norms, fp32, replace(fp32, norm="layer", gather="both")):
         yield matmul_reduce_scatter_norm(arch, operands)
         yield reduce_norm(arch, operands)

@@ -47,9 +47,9 @@ class HeadsVariant(KernelOptions):
         return self.value_dim or self.head_dim
 
     def tiles(self, arch: int, *, backward: bool = False, decodes: bool = False) -> Configuration:
-        dtype, own = DTYPES[self.dtype], dict[str, Any](self.overrides)
+        dtype, of_variant = DTYPES[self.dtype], dict[str, Any](self.overrides)
         found = gpu_attention(arch, dtype, max(self.head_dim, self.of_values), backward=backward)
-        return replace(for_decoding(found, dtype) if decodes else found, **own)
+        return replace(for_decoding(found, dtype) if decodes else found, **of_variant)
 
     def problem(self, group: Any, tokens: int = _ROWS) -> tuple[AttentionProblem, AttentionResult]:
         """Return the problem, and tensors for the result, with gradients."""
@@ -63,9 +63,9 @@ class HeadsVariant(KernelOptions):
             )
         )
         shards, mask = TokenShards((_ROWS,) * RANKS, "zigzag"), AttentionMask(True)
-        given = query, key, value, shards, mask, None, self.head_dim**-0.5, _HEADS // _KEY_HEADS
+        operands = query, key, value, shards, mask, None, self.head_dim**-0.5, _HEADS // _KEY_HEADS
         lse = meta(1, _HEADS, tokens, dtype=torch.float32)
-        problem = AttentionProblem(group, "context_parallel_attention", *given)
+        problem = AttentionProblem(group, "context_parallel_attention", *operands)
         return problem, AttentionResult(output, output, lse)
 
     def entry(self, launch: KernelLaunch, arch: int, *words: str, **more: Any) -> Entry:
@@ -101,10 +101,10 @@ def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
 
     def run(group: AbsentGroup) -> None:
         problem, result = heads.problem(group)
-        made = problem, result.output, result.lse
-        key_transport.all_gather_attention_fused(*made, tiles)
-        key_transport.all_gather_attention_fused(*made, replace(tiles, copiers=0))
-        key_transport.attention_on_the_way(problem, "all_gather", *made[1:], tiles)
+        operands = problem, result.output, result.lse
+        key_transport.all_gather_attention_fused(*operands, tiles)
+        key_transport.all_gather_attention_fused(*operands, replace(tiles, copiers=0))
+        key_transport.attention_on_the_way(problem, "all_gather", *operands[1:], tiles)
         grads = problem.query, problem.key, problem.value
         blocks = heads.tiles(arch, backward=True)
         key_transport.attention_backward(problem, "all_gather", result, grads, blocks)
@@ -112,10 +112,10 @@ def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
     for launch in launched(run):
         copies = launch.arguments.get("COPIES")
         words = ("copiers",) if copies is not None and copies.COPIERS else ()
-        made = heads.entry(launch, arch, *words)
-        if made.name not in seen:
-            seen.add(made.name)
-            yield made
+        operands = heads.entry(launch, arch, *words)
+        if operands.name not in seen:
+            seen.add(operands.name)
+            yield operands
 
 
 def heads_kernels(arch: int, heads: HeadsVariant, *, backward: bool = False) -> list[Entry]:

@@ -227,7 +227,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
         id(standard._argmax_combine_tie_break_left): np.argmax,
         id(standard._argmin_combine_tie_break_left): np.argmin,
     }
-    others = {
+    native = {
         id(standard._prod_combine),
         id(standard._argmax_combine_tie_break_fast),
         id(standard._argmin_combine_tie_break_fast),
@@ -249,14 +249,14 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply_impl(self: Any, tensors: tuple[Any, ...]) -> Any:
         first, combine = tensors[0], id(self.combine_fn)
-        dtype, ours = first.dtype, combine in in_halves or combine in first_index
-        if not dtype.is_floating() or not (ours or combine in others):
+        dtype, is_exact = first.dtype, combine in in_halves or combine in first_index
+        if not dtype.is_floating() or not (is_exact or combine in native):
             return stock(self, tensors)
         narrowed = dtype.name in formats.STORED_AS_BITS or dtype.name == "fp16"
         if narrowed:
             first = _tensor(_number(first.handle).astype(np.float32), tl.float32, first)
         with np.errstate(all="ignore"):
-            if ours and isinstance(self, triton_interpreter.ReduceOps):
+            if is_exact and isinstance(self, triton_interpreter.ReduceOps):
                 found = reduced(self, first)
             else:
                 found = stock(self, (first, *tensors[1:]))

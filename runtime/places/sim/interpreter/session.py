@@ -66,17 +66,17 @@ Asked = Callable[[str, Any], object]
 """Maps (path of an argument, tensor) to its origin."""
 
 
-def mark(path: str, given: Any, made: Any, ask: Asked) -> None:
-    """Set the origins of pointers in ``made``, which stands for the argument ``given``."""
-    if isinstance(given, tuple):
-        for index, (each, part) in enumerate(zip(given, made, strict=True)):
-            name = getattr(given, "_fields", range(len(given)))[index]
+def mark(path: str, argument: Any, stand_in: Any, ask: Asked) -> None:
+    """Set the origins of pointers in ``stand_in``, which stands for the argument ``argument``."""
+    if isinstance(argument, tuple):
+        for index, (each, part) in enumerate(zip(argument, stand_in, strict=True)):
+            name = getattr(argument, "_fields", range(len(argument)))[index]
             mark(f"{path}.{name}", each, part, ask)
-    elif hasattr(given, "block_shape"):  # a descriptor
-        mark(path, given.base, made.handle.base, ask)
-    elif hasattr(given, "data_ptr"):
-        handle = getattr(made, "handle", made)
-        handle.dtype = with_origin(handle.dtype, ask(path, given))
+    elif hasattr(argument, "block_shape"):  # a descriptor
+        mark(path, argument.base, stand_in.handle.base, ask)
+    elif hasattr(argument, "data_ptr"):
+        handle = getattr(stand_in, "handle", stand_in)
+        handle.dtype = with_origin(handle.dtype, ask(path, argument))
 
 
 def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
@@ -84,22 +84,22 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
     stock_bitcast = builder.create_bitcast
 
     def create_bitcast(source: Handle, kind: object) -> TensorHandle:
-        made = stock_bitcast(source, kind)
-        if made.dtype.is_ptr():
+        result = stock_bitcast(source, kind)
+        if result.dtype.is_ptr():
             if source.dtype.is_ptr():
                 origin = origin_of(source)
             else:
-                origin = hooks.origin(int(made.data.item())) if made.data.size == 1 else None
-            made.dtype = with_origin(made.dtype, origin)
-        return made
+                origin = hooks.origin(int(result.data.item())) if result.data.size == 1 else None
+            result.dtype = with_origin(result.dtype, origin)
+        return result
 
     def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
         def merge(*handles: Handle) -> TensorHandle:
-            made = stock(*handles)
-            if made.dtype.is_ptr():
+            result = stock(*handles)
+            if result.dtype.is_ptr():
                 one, other = map(origin_of, handles[first : first + 2])
-                made.dtype = with_origin(made.dtype, one if one is other else None)
-            return made
+                result.dtype = with_origin(result.dtype, one if one is other else None)
+            return result
 
         return merge
 
@@ -247,22 +247,24 @@ def _device_assert(condition: tl.tensor, message: object, mask: tl.tensor | None
 
 def _multiple_of(stock: Callable[..., object], input: Any, values: object, **named: object) -> Any:
     """Check a block's first element: the statement is about where contiguous elements begin."""
-    made = stock(input, values, **named)
-    if isinstance(made, tl.tensor):
-        first = int(made.handle.data.flat[0])
-        for each in made.handle.attr["tt.divisibility"]:
+    result = stock(input, values, **named)
+    if isinstance(result, tl.tensor):
+        first = int(result.handle.data.flat[0])
+        for each in result.handle.attr["tt.divisibility"]:
             wrong = f"{first} is not a multiple of {each}"
             _check("multiple_of", np.bool_(first % each == 0), wrong)
-    return made
+    return result
 
 
-def _check(what: str, holds: Any, message: object) -> None:
+def _check(condition: str, holds: Any, message: object) -> None:
     if not holds.all():
-        told = f"{what} fails"
+        problem = f"{condition} fails"
         if holds.size > 1:
             shape, first = "x".join(map(str, holds.shape)), np.argwhere(~holds)[0].tolist()
-            told += f" for {(~holds).sum()} elements, the first {(*first,)} of a block of {shape}"
-        raise AssertionError(f"{told}: {message}" if message else told)
+            problem += (
+                f" for {(~holds).sum()} elements, the first {(*first,)} of a block of {shape}"
+            )
+        raise AssertionError(f"{problem}: {message}" if message else problem)
 
 
 @functools.cache  # a search through the language takes as long as a small run
@@ -423,7 +425,7 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
         if warmup:
             return
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
-        given = {name: value for name, value in named.items() if name in kernel.arg_names}
+        keywords = {name: value for name, value in named.items() if name in kernel.arg_names}
         if unknown := unknown_options(options):
             known = [*kernel.arg_names, "num_warps", "num_stages"]
             near = difflib.get_close_matches(unknown[0], known)
@@ -432,14 +434,16 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
                 f"{unknown[0]!r} is neither a parameter of {kernel.__name__} nor an option of "
                 f"a launch{meant}"
             )
-        bound = inspect.signature(kernel.fn).bind(*args, **given)
+        bound = inspect.signature(kernel.fn).bind(*args, **keywords)
         bound.apply_defaults()
-        told = {name: bound.arguments[name] for name in bound.arguments.keys() - constants(kernel)}
-        for path, value in leaves(told).items():
+        arguments = {
+            name: bound.arguments[name] for name in bound.arguments.keys() - constants(kernel)
+        }
+        for path, value in leaves(arguments).items():
             if not isinstance(value, KernelInterface):
                 kind_of(path, value)
         for hook in kernel.pre_run_hooks:
-            hook(*args, **given)
+            hook(*args, **keywords)
         extents = checked_grid(grid(bound.arguments) if callable(grid) else grid)
         hooks.launch(kernel, extents, dict(bound.arguments), options)
 
@@ -489,5 +493,5 @@ def source_frames(frame: FrameType | None) -> list[FrameType]:
 
 @functools.cache  # called for every frame at every access of an observed run
 def _of_kernels(file: str, module: str) -> bool:
-    ours = module.startswith(("interlace.runtime.", "interlace_verify."))
-    return not file.startswith(triton.__path__[0]) and not ours and "greenlet" not in file
+    is_ours = module.startswith(("interlace.runtime.", "interlace_verify."))
+    return not file.startswith(triton.__path__[0]) and not is_ours and "greenlet" not in file

@@ -89,10 +89,10 @@ def _made(model: object, data: object, dtype: object, kind: object, of: object =
 
     ``of``: for pointers, the type in the handle, which has their origin (``session.py``).
     """
-    made = object.__new__(tl.tensor)
-    made.__dict__.update(model.__dict__)
-    made.handle, made.dtype, made.type = unchecked(data, of or dtype), dtype, kind
-    return made
+    tensor = object.__new__(tl.tensor)
+    tensor.__dict__.update(model.__dict__)
+    tensor.handle, tensor.dtype, tensor.type = unchecked(data, of or dtype), dtype, kind
+    return tensor
 
 
 def lengths(kind: tl.block_type) -> tuple[int, ...]:
@@ -128,23 +128,23 @@ def _of_shape(shape: tuple[int, ...]) -> tl.tensor:
     return found
 
 
-def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tl.tensor | None:
+def _together(shape: tuple[int, ...], theirs: tuple[int, ...]) -> tl.tensor | None:
     """Return a block of the broadcast shape; None if shapes do not broadcast or differ in dimensions."""
-    if (mine, theirs) not in _joint:
-        pairs = list(zip(mine, theirs, strict=False))
-        fit = len(mine) == len(theirs) and all(a == b or 1 in (a, b) for a, b in pairs)
-        _joint[mine, theirs] = _of_shape(tuple(map(max, pairs))) if fit else None
-    return _joint[mine, theirs]
+    if (shape, theirs) not in _joint:
+        pairs = list(zip(shape, theirs, strict=False))
+        fit = len(shape) == len(theirs) and all(a == b or 1 in (a, b) for a, b in pairs)
+        _joint[shape, theirs] = _of_shape(tuple(map(max, pairs))) if fit else None
+    return _joint[shape, theirs]
 
 
 def _model(left: tl.tensor, right: tl.tensor) -> tl.tensor | None:
     """Return a tensor of the result's shape; None if there is none, or if scalars have another shape."""
-    mine, theirs = left.handle.data.shape, right.handle.data.shape
+    shape, theirs = left.handle.data.shape, right.handle.data.shape
     if left.type.__class__ is tl.block_type:
         if right.type.__class__ is tl.block_type:
-            return left if mine == theirs else _together(mine, theirs)
+            return left if shape == theirs else _together(shape, theirs)
         return left if theirs == _SCALAR else None
-    if mine != _SCALAR:
+    if shape != _SCALAR:
         return None
     return right if right.type.__class__ is tl.block_type or theirs == _SCALAR else None
 
@@ -195,8 +195,8 @@ def _of_integers(
         case = _integers(self, other)
         if case is None or (if_right is not None and not if_right(case[3])):
             return stock(self, other)
-        model, dtype, mine, theirs = case
-        data = op(theirs, mine) if reverse else op(mine, theirs)
+        model, dtype, first, theirs = case
+        data = op(theirs, first) if reverse else op(first, theirs)
         dtype = result or dtype
         return _made(model, data, dtype, _shaped(dtype, model))
 
@@ -210,10 +210,10 @@ def _logic(stock: Method, op: Method) -> Method:
         if self.dtype.name in _INTEGERS:
             return integers(self, other)
         if other.__class__ is tl.tensor and self.dtype.name == other.dtype.name == "int1":
-            mine, theirs = self.handle.data, other.handle.data
+            first, theirs = self.handle.data, other.handle.data
             model = _model(self, other)
-            if model is not None and mine.dtype == theirs.dtype == bool:
-                return _made(model, op(mine, theirs), self.dtype, _shaped(self.dtype, model))
+            if model is not None and first.dtype == theirs.dtype == bool:
+                return _made(model, op(first, theirs), self.dtype, _shaped(self.dtype, model))
         return stock(self, other)
 
     return method
@@ -268,8 +268,8 @@ def _conversion(stock: Method) -> Method:
                 return _made(self, self.handle.data.view(np.int64), target, _shaped(target, self))
         of_pointers = target.__class__ is tl.pointer_type and target.address_space == 1
         if of_pointers and self.dtype.name == "int64" and not options and not named:
-            made = builder.create_int_to_ptr(self.handle, target)
-            return _made(self, made.data, target, _shaped(target, self), made.dtype)
+            handle = builder.create_int_to_ptr(self.handle, target)
+            return _made(self, handle.data, target, _shaped(target, self), handle.dtype)
         return stock(self, dtype, *options, **named)
 
     return method
@@ -434,9 +434,9 @@ def _atomic(stock: Method, op: Any, builder: Any) -> Method:
             return stock(pointer, val, mask, sem, scope, **named)
         element, order, reach = words
         mask = everywhere(pointer.handle.data.shape)
-        made = builder.create_atomic_rmw(op, pointer.handle, value, mask, order, reach)
+        handle = builder.create_atomic_rmw(op, pointer.handle, value, mask, order, reach)
         whole = pointer.type.__class__ is tl.block_type
-        return tl.tensor(made, pointer.type.with_element_ty(element) if whole else element)
+        return tl.tensor(handle, pointer.type.with_element_ty(element) if whole else element)
 
     return atomic
 
@@ -452,8 +452,8 @@ def _compare_and_swap(stock: Method, builder: Any) -> Method:
         expected, value = _word(cmp, pointer, element), _word(val, pointer, element)
         if expected is None or value is None:
             return stock(pointer, cmp, val, sem, scope)
-        made = builder.create_atomic_cas(pointer.handle, expected, value, order, reach)
-        return tl.tensor(made, element)
+        handle = builder.create_atomic_cas(pointer.handle, expected, value, order, reach)
+        return tl.tensor(handle, element)
 
     return atomic_cas
 
@@ -466,9 +466,9 @@ def _arange(stock: Method) -> Method:
             return stock(start, end, **named)
         kind = _ranges.get((first, last))
         if kind is None:  # the front end decides which ranges are valid
-            made = stock(start, end)
-            _ranges[first, last] = made.type
-            return made
+            block = stock(start, end)
+            _ranges[first, last] = block.type
+            return block
         handle = unchecked(np.arange(first, last, dtype=np.int32), tl.int32)
         return tl.tensor(handle, kind)
 

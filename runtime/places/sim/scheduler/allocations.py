@@ -109,24 +109,24 @@ class Allocations:
     _by_base: dict[int, MemoryRange] = field(default_factory=dict)
     _counts: Counter[tuple[int, str]] = field(default_factory=Counter)
 
-    def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> MemoryRange:
+    def add(self, rank: int, base: int, nbytes: int, kind: str = "symmetric buffer") -> MemoryRange:
         """Add memory by the name "symmetric buffer 0 of rank 1", and return it."""
-        name = f"{what} {self._counts[rank, what]} of rank {rank}"
-        self._counts[rank, what] += 1
+        name = f"{kind} {self._counts[rank, kind]} of rank {rank}"
+        self._counts[rank, kind] += 1
         return self.put(base, nbytes, name)
 
     def put(self, base: int, nbytes: int, name: str) -> MemoryRange:
         """Add memory that has a name already; forget the old memory at these addresses."""
-        made = MemoryRange(base, base + nbytes, name)
+        memory = MemoryRange(base, base + nbytes, name)
         if nbytes > 0:
             first = max(0, bisect_right(self._bases, base) - 1)
-            for other in self._bases[first : bisect_left(self._bases, made.end)]:
+            for other in self._bases[first : bisect_left(self._bases, memory.end)]:
                 if self._by_base[other].end > base:
                     self._bases.remove(other)
                     self._by_base.pop(other).free()
             insort(self._bases, base)
-            self._by_base[base] = made
-        return made
+            self._by_base[base] = memory
+        return memory
 
     def at(self, address: int) -> MemoryRange | None:
         """Return the allocation that has this address."""
@@ -172,13 +172,13 @@ class Allocations:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return self._of_storage(tensor.untyped_storage(), f"{dtype} tensor of {shape}", rank)
 
-    def _of_storage(self, storage: torch.UntypedStorage, what: str, rank: int) -> MemoryRange:
+    def _of_storage(self, storage: torch.UntypedStorage, kind: str, rank: int) -> MemoryRange:
         base = storage.data_ptr()
         end = base + storage.nbytes() if base else 0  # a meta tensor has no memory
         found = self.at(base)
         known = found is not None and (found.owners is not None or not found.freed)
         if found is None or not known or not found.has(base, end):
-            found = self.put(base, end - base, f"a {what} on rank {rank}")
+            found = self.put(base, end - base, f"a {kind} on rank {rank}")
             found.owners = []
         if found.owners is not None and not any(owner() is storage for owner in found.owners):
             found.owners = [owner for owner in found.owners if owner() is not None]
@@ -225,9 +225,9 @@ class Allocations:
         """Return for each of ``addresses`` whether the element of ``size`` bytes is in existing memory."""
         if not self._bases:
             return np.zeros(addresses.shape, bool)
-        every = [self._by_base[base] for base in self._bases]
+        ranges = [self._by_base[base] for base in self._bases]
         bases = np.array(self._bases, np.uint64)
-        ends = np.array([0 if each.is_gone() else each.end for each in every], np.uint64)
+        ends = np.array([0 if each.is_gone() else each.end for each in ranges], np.uint64)
         places = np.searchsorted(bases, addresses, "right").astype(np.int64) - 1
         return (places >= 0) & (addresses + np.uint64(size) <= ends[places])
 
@@ -263,11 +263,11 @@ def _telling(asked: Callable[..., object], taken: Callable[[Any], None]) -> Call
 
 def together(names: Iterable[str]) -> str:
     """Return words by their names: both of two; of more, the first and the number of the others."""
-    first, *others = dict.fromkeys(names)
-    if len(others) > 1:
-        return f"{first} and {len(others)} more words"
-    for memory, _, byte in (each.rpartition(", ") for each in others):
-        return f"{first} and {byte if memory == first.rpartition(', ')[0] else others[0]}"
+    first, *more = dict.fromkeys(names)
+    if len(more) > 1:
+        return f"{first} and {len(more)} more words"
+    for memory, _, byte in (each.rpartition(", ") for each in more):
+        return f"{first} and {byte if memory == first.rpartition(', ')[0] else more[0]}"
     return first
 
 

@@ -164,18 +164,18 @@ class MemoryCheck:
         return BadAccess(kind, does, allocation.name, allocation.nbytes, offset, count, text)
 
     def misplaced(
-        self, task: Task, address: int, align: int, count: int, does: str, what: str
+        self, task: Task, address: int, align: int, count: int, does: str, memory: str
     ) -> None:
-        """Raise an error for an address that is ``what``: the access cannot be left out."""
+        """Raise an error for an address that is ``memory``: the access cannot be left out."""
         near = self._memory.at(address) or self._memory.near(address)
         kind = "out of bounds" if address < NULL else "misaligned"
         if near is None:
             bad = BadAccess(
-                kind, does, "no allocation", 0, 0, count, f"0, address {address:#x}: {what}"
+                kind, does, "no allocation", 0, 0, count, f"0, address {address:#x}: {memory}"
             )
         else:
             offset = address - near.base
-            index = f"{offset // align} and {offset % align} bytes: {what}"
+            index = f"{offset // align} and {offset % align} bytes: {memory}"
             bad = BadAccess(kind, does, near.name, near.nbytes, offset, count, index)
         self._tell(task, bad, goes_on=False)
 

@@ -154,12 +154,12 @@ class ProgramHooks:
         allocation = self.memory.of_number(address, self.current.rank) if self.inside else None
         return None if allocation is None else Origin(allocation, address)
 
-    def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
+    def misplaced(self, address: int, align: int, count: int, does: str, memory: str) -> None:
         if self.inside:
-            self._check.misplaced(self.current, address, align, count, does, what)
+            self._check.misplaced(self.current, address, align, count, does, memory)
 
     def left_open(
-        self, kind: str, does: str, what: str, *, at: int | None = None, count: int = 1
+        self, kind: str, does: str, text: str, *, at: int | None = None, count: int = 1
     ) -> None:
         """Report an action whose result is undefined to the collector of findings; the program goes on.
 
@@ -168,7 +168,7 @@ class ProgramHooks:
         if self.inside:
             task = self.current
             memory = "" if at is None else f"shared memory of rank {task.rank} {task.who}"
-            self._check.note(task, BadAccess(kind, does, memory, 0, at or 0, count, what))
+            self._check.note(task, BadAccess(kind, does, memory, 0, at or 0, count, text))
 
     def barrier(self, threads: Lanes = None) -> None:
         if not self.inside:

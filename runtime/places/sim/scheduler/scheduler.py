@@ -149,7 +149,7 @@ class Scheduler(ProgramHooks):
     def spawn(
         self,
         rank: int,
-        who: str,
+        kind: str,
         function: Callable[[], object],
         *,
         program: Program | None = None,
@@ -157,10 +157,10 @@ class Scheduler(ProgramHooks):
         on_finish: Callable[[], None] | None = None,
     ) -> Task:
         """Add a task; it starts when it is first drawn."""
-        number = self._spawned[rank, who]
-        self._spawned[rank, who] += 1
-        name = f"rank {rank} {who}" + (f" #{number}" if number else "")
-        task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
+        number = self._spawned[rank, kind]
+        self._spawned[rank, kind] += 1
+        name = f"rank {rank} {kind}" + (f" #{number}" if number else "")
+        task = Task(rank, kind, name, None, number, program, owner, on_finish=on_finish)
         # A greenlet that ends continues in its parent, which must be the loop and not the spawner.
         task.greenlet = greenlet.greenlet(function, self._hub)
         task.greenlet.gr_context = context = contextvars.copy_context()
@@ -362,14 +362,14 @@ class Scheduler(ProgramHooks):
     def _endless(self, task: Task, overdue: OverdueError) -> errors.EndlessTaskError:
         late = self._deadline is not None and time.monotonic() > self._deadline
         limit = self._timeout if late else self._quiet
-        how = "not finished within" if late else "nothing has happened for"
-        told = at_lines(
-            f"{how} {limit:g} s (seed {self.seed}): {task.name} neither ends nor touches memory",
+        symptom = "not finished within" if late else "nothing has happened for"
+        text = at_lines(
+            f"{symptom} {limit:g} s (seed {self.seed}): {task.name} neither ends nor touches memory",
             raised_in(overdue),
         )
-        made = errors.EndlessTaskError(told)
-        made.frames = told.frames
-        return made
+        error = errors.EndlessTaskError(text)
+        error.frames = text.frames
+        return error
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
         """Return the segments that ran, in order, for ``strategies.Replay``."""
@@ -470,10 +470,10 @@ class Scheduler(ProgramHooks):
 
 def _of_program(task: Task, error: AssertionError) -> errors.KernelAssertionError:
     """Return ``error`` with the program, and the lines where the condition did not hold."""
-    told = with_lines(error)
-    made = errors.KernelAssertionError(f"{task.who}: {told}")
-    made.frames, made.__cause__ = told.frames, error
-    return made
+    text = with_lines(error)
+    failure = errors.KernelAssertionError(f"{task.who}: {text}")
+    failure.frames, failure.__cause__ = text.frames, error
+    return failure
 
 
 def run_interpreted(

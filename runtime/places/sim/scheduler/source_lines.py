@@ -35,22 +35,22 @@ def polling(
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)
     expected = source = None
-    what = together(map(memory.name, words)) if words else "a slot"
+    words_seen = together(map(memory.name, words)) if words else "a slot"
     if seen is None and len(values) > 1:
         more = f" and {len(values) - 2} more" * (len(values) > 2)
-        what += f", seen {values[0]} and {values[1]}{more}"
+        words_seen += f", seen {values[0]} and {values[1]}{more}"
     where = SourceText("")
     for frame in frames:
         if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
             found = frame.f_locals
             expected = _scalar(found["epoch"])
             source = _scalar(found.get("source"))
-            what = f"slot at byte {_scalar(found.get('slot_byte'))} from rank {source}"
+            words_seen = f"slot at byte {_scalar(found.get('slot_byte'))} from rank {source}"
         elif frame.f_code.co_name == "wait_slots" and (
             late := _late(frame.f_locals, words, values)
         ):
             expected, source, byte, seen = late
-            what = f"slot at byte {byte} from rank {source}"
+            words_seen = f"slot at byte {byte} from rank {source}"
         elif not where or where.startswith(_SIGNALS):
             where = place_of(frame)
     if frames and expected is None:
@@ -62,7 +62,7 @@ def polling(
             break
     if not frames and (lines := _ptx_lines(suspended)):
         where = SourceText(", called from ".join(lines), lines[0].frames)
-    return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
+    return BlockedWait(task.rank, task.who, words_seen, seen, expected, where, source)
 
 
 def _late(
@@ -99,9 +99,11 @@ def program_line(task: Task) -> str:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's code at or above ``frame``; None if there is none."""
-    ours = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
+    libraries = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
     around = outwards(frame)
-    return next((f for f in around if not f.f_globals.get("__name__", "").startswith(ours)), None)
+    return next(
+        (f for f in around if not f.f_globals.get("__name__", "").startswith(libraries)), None
+    )
 
 
 def user_line(task: Task) -> str:

@@ -92,9 +92,9 @@ class _PendingStore:
 
     def overlaps(self, addresses: Numbers, size: int) -> Any:
         """Return which elements of ``size`` bytes really share bytes with these."""
-        own = np.sort(self.addresses)
-        before = np.searchsorted(own, addresses + np.uint64(size)) - 1
-        ends = own[before] + np.uint64(self.values.dtype.itemsize)
+        sorted_addresses = np.sort(self.addresses)
+        before = np.searchsorted(sorted_addresses, addresses + np.uint64(size)) - 1
+        ends = sorted_addresses[before] + np.uint64(self.values.dtype.itemsize)
         return (before >= 0) & (ends > addresses)
 
 
@@ -193,11 +193,11 @@ class StoreBuffers:
             if whole or pending.threads is None:
                 parted.append(pending)
                 continue
-            own = np.isin(pending.threads, threads)
-            if own.all() or not own.any():
+            selected = np.isin(pending.threads, threads)
+            if selected.all() or not selected.any():
                 parted.append(pending)
                 continue
-            for part in (own, ~own):
+            for part in (selected, ~selected):
                 addresses, values = pending.addresses[part], pending.values[part]
                 own_threads = pending.threads[part]
                 half = replace(pending, addresses=addresses, values=values, threads=own_threads)

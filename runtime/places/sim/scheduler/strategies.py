@@ -160,12 +160,12 @@ class Priority:
         self._demote()
 
     def _first(self, task: Task) -> float:
-        own = self._random.random()
+        fraction = self._random.random()
         if not self._by_rank:
-            return own
+            return fraction
         if task.owner is None and task.program is None:
-            return 2 + own
-        return self._of_rank.setdefault(task.rank, self._random.random()) + own / 1e3
+            return 2 + fraction
+        return self._of_rank.setdefault(task.rank, self._random.random()) + fraction / 1e3
 
     def _demote(self) -> None:
         self._lowest -= 1

@@ -125,8 +125,8 @@ def _put_modes(modes: tuple[list[Any], list[Any]]) -> None:
             _C._push_on_torch_function_stack(mode)
 
 
-def _same(some: list[object], others: list[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+def _same(some: list[object], more: list[object]) -> bool:
+    return len(some) == len(more) and all(map(operator.is_, some, more))
 
 
 def _taken_hooks() -> list[Any]:
