@@ -245,7 +245,7 @@ class Rounds:
         c: int,
         nbytes: int,
     ) -> None:
-        """Compute ``target`` = the reduction of this rank's section of all slots; its own is ``section``."""
+        """Compute ``target``, the reduction of this rank's section of all slots; its own is ``section``."""
         first = self._rank * self.section
         sources: list[Operand] = [self._slot(peer, c) + first for peer in range(self._world_size)]
         sources[self._rank] = section
