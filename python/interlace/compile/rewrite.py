@@ -13,6 +13,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from interlace.arguments.checks import RowNorm
 from interlace.compile.graph_nodes import (
     RESHAPES,
     SAME_BITS,
@@ -37,7 +38,6 @@ from interlace.ops.library import BY_NAME
 from interlace.ops.matmul import functional
 from interlace.ops.matmul.norms import listed
 from interlace.ops.op.async_tensor import wait
-from interlace.runtime.numerics.norms import RowNorm
 
 WITH_MATMULS = {
     "all_gather": "all_gather_matmul",

@@ -361,7 +361,7 @@ class _CheckedOp(NamedTuple):
 
 
 _HEADS_OF = tuple(op for op, kind in TUNED.items() if "key_heads" in kind.settings)
-_WIDE = (48, 48, 160), (128, 1024, 512)  # of more numbers along k than the 128 of a step
+_WIDE = (48, 48, 160), (128, 1024, 512)  # more numbers along k than the 128 of a step
 _BY_SIZES = {
     ("m", "n", "k"): ((48, 48, 24), (1024, 1024, 512)),
     ("m", "n"): ((48, 40), (1024, 2048)),

@@ -401,7 +401,7 @@ def _fused(arch: int) -> Iterator[Entry]:
         operands = MatmulVariant(weight="nk", path="tma" if tma else "pointers", format=name)
         for make in _OF_PACKED_ROWS:
             yield replace(make(arch, operands), default=True)
-        # these are no defaults: for nvfp4 the first spills 8 instructions on 10.0
+        # not a default: for nvfp4 the first spills 8 instructions on 10.0
         yield matmul_reduce_scatter_norm(arch, operands)
         yield matmul_all_reduce_norm(arch, operands)
 
