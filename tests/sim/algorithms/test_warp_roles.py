@@ -378,7 +378,7 @@ def test_sums_may_be_a_kernel_of_their_own(mutant: Mutant, tmp_path: pathlib.Pat
                 assert torch.equal(y, whole.chunk(world_size)[rank])
 
     with mutated(mutant, tmp_path):
-        kernel = matmul_reduce.matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
+        kernel = matmul_reduce.one_node.matmul_reduce_scatter_kernel
         name = "matmul_reduce_scatter_roles_kernel"
         with (
             mock.patch.object(matmul_reduce_scatter_roles, name, kernel),

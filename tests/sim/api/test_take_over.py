@@ -17,6 +17,7 @@ from interlace.ops.matmul import torch_ops
 from interlace.ops.op import op as pending
 from interlace.ops.op.op import Started
 from interlace.symmetric_memory.functions import TAKEN_OVER
+from ranks import ranks
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
@@ -130,6 +131,16 @@ def test_the_ops_on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "low, scattered": [1.5] * 2,
     }
     assert fake_host.run(ops, 2) == [expected] * 2
+
+
+@ranks(2, place="sim")
+def test_simulated_ranks_wait_for_ops_in_flight() -> None:
+    ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
+    x = torch.full((2, 2), interlace.get_rank() + 1.0)
+    assert (
+        wait(ops._low_contention_all_gather(x, "0")).tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2
+    )
+    assert wait(ops._low_contention_reduce_scatter(x, "sum", "0")).tolist() == [[3.0] * 2]
 
 
 @thorough

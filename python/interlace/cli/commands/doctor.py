@@ -67,7 +67,7 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
 
     if facts["hosts"]["gloo"] is not True:
         missing.append(f"torch has no gloo: {_reason(facts['hosts']['gloo'])}")
-    note = "plain collectives between hosts, by TCP; fused ops among the ranks of one host"
+    note = "plain collectives between hosts, by TCP; other ops use them"
     place("hosts", missing, note)
 
     missing = []

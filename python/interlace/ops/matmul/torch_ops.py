@@ -60,8 +60,10 @@ def _now(started: Started) -> Tensor:
     return finish(started)[0]
 
 
-def _in_flight(started: Started) -> Tensor:
-    register_work(started)
+def _in_flight(op: Op, group_name: str, tensor: Tensor, *options: Any) -> Tensor:
+    communicator = _ranks(group_name, tensor)
+    started = op.begin(communicator, (tensor, *options))
+    register_work(started, communicator)
     return started.outputs[0].data
 
 
@@ -273,11 +275,11 @@ def _product_of_blocks(left: Scaled, right: Scaled, bias: Tensor | None) -> Tens
 
 
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
-    return _in_flight(ALL_GATHER.begin(_ranks(group_name, tensor), (tensor, 0)))
+    return _in_flight(ALL_GATHER, group_name, tensor, 0)
 
 
 def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _in_flight(REDUCE_SCATTER.begin(_ranks(group_name, tensor), (tensor, reduce_op, 0)))
+    return _in_flight(REDUCE_SCATTER, group_name, tensor, reduce_op, 0)
 
 
 def one_shot_all_reduce(

@@ -172,12 +172,15 @@ class _Together(TorchWork):
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
-def register(started: Started) -> None:
-    """Register the Work for each of the outputs, so that torch's ``wait_tensor`` finds it."""
+def register(started: Started, communicator: Communicator) -> None:
+    """Register the Work for each of the outputs, so that torch's ``wait_tensor`` finds it.
+
+    A simulated rank waits now, because it cannot wait in C++: ``wait_tensor``, or another rank's backward.
+    """
     work: Any = started.work
     if work is None:
         return
-    if work.is_success():
+    if communicator.place.simulated or work.is_success():
         work.wait()
         return
     findable = [output for output in started.outputs if output.numel()]

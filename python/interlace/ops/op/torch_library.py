@@ -113,9 +113,13 @@ def _kernel(op: Op) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         *values, size, name = args
         needs = current().needs
+        communicator = _bound(name, size)
         with needing(UNTOLD if needs is None else needs):
-            started = op.begin(_bound(name, size), values)
-        (finish if _complete_at_once.get() else register_work)(started)
+            started = op.begin(communicator, values)
+        if _complete_at_once.get():
+            finish(started)
+        else:
+            register_work(started, communicator)
         # new versions: later writes of the op must not count as changes of tensors that autograd saves
         results = [each.data for each in started.outputs]
         return results if op.several else results[0]
@@ -145,7 +149,8 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
 def _in_place_kernel(op: Op) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any) -> Any:
         *values, size, name = args
-        register_work(op.begin(_bound(name, size), [input, *values], out=input))
+        communicator = _bound(name, size)
+        register_work(op.begin(communicator, [input, *values], out=input), communicator)
         return input
 
     return kernel
