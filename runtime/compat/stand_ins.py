@@ -16,6 +16,16 @@ on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, obje
 """Functions that return the objects and names replaced while ranks are simulated in turns in one thread."""
 
 
+def as_op(function: Callable[..., object], name: str) -> Callable[..., object]:
+    """Return ``function`` with what torch reads when it defines an op during a run, or visits all used ops.
+
+    These are the overload, its name, and the names of overloads (from 2.13 on, overloads).
+    """
+    attributes = {"default": function, "_qualified_op_name": name, "_op": function}
+    vars(function).update(attributes, overloads=list, op_overloads=list)
+    return function
+
+
 _ABSENT = object()
 # where a value was set, its name, and its previous value
 _entries: list[tuple[dict[str, object], str, object]] = []

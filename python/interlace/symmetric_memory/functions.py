@@ -628,16 +628,7 @@ def take_over_symm_mem(taken: bool = True) -> None:
 
 def _called_directly() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return functions for simulated ranks: a wait inside an op is in pybind11, which cannot take turns."""
-    direct = {name: _loading(name) for name in NAMES}
-    for name, function in direct.items():
-        # torch reads these when it defines the op during the run, or when its compiler visits all used ops:
-        # the overload, and names of overloads (from 2.13 on, overloads)
-        attributes = {
-            "default": function,
-            "_qualified_op_name": f"symm_mem::{name}",
-            "_op": function,
-        }
-        vars(function).update(attributes, overloads=list, op_overloads=list)
+    direct = {name: stand_ins.as_op(_loading(name), f"symm_mem::{name}") for name in NAMES}
     return vars(torch.ops.symm_mem), direct
 
 
