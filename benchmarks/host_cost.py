@@ -193,7 +193,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         mock.patch.object(cuda_driver, "capture_of", lambda stream: 0),
         mock.patch.object(cuda_driver, "stream_words", lambda device: words),
         mock.patch.object(cuda_driver, "alarm_stream", lambda device: current),
-        mock.patch.object(cuda_driver, "pinned", lambda words: torch.tensor(words)),
+        mock.patch.object(cuda_driver, "pinned_tensor", lambda words: torch.tensor(words)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(Watchdog, "look_after", lambda watchdog: None),
         mock.patch.object(CudaPlace, "_allocate", allocate),

@@ -239,7 +239,7 @@ MENDED = {"published descriptor store": (3, 8), "release without barrier": (3, 9
 """By rule of lint, the Triton whose compiler mends kernels that break it; older ones need the rule."""
 
 
-TRITON, TORCH = (releases.release(releases.installed(name)) for name in ("Triton", "torch"))
+TRITON, TORCH = (releases.release(releases.installed_release(name)) for name in ("Triton", "torch"))
 
 SCALES_BY_ROW = TORCH >= (2, 12)
 """Whether a CPU multiplies fp8 matrices with a scale for each row, in ``torch._scaled_mm``."""

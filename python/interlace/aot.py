@@ -206,7 +206,7 @@ class Kernel:
         self.parameters: list[dict[str, Any]] = facts["arguments"]
         self._integers = [p for p in self.parameters if p["type"] in _RANGES]
         self.arguments = tuple(p["name"] for p in self.parameters if p["from"] == "caller")
-        self.cubin = _verified(path, facts["cubin"])
+        self.cubin = _verify_file(path, facts["cubin"])
         self._functions: dict[int, Any] = {}  # by device
         self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
 
@@ -240,14 +240,14 @@ class Kernel:
         integers, cupy = self._numbers(arguments), _cupy()
         if isinstance(grid, Mapping):
             resident = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-            known = self._values({"resident": resident, **self._merged(grid, integers)})
+            known = self._values({"resident": resident, **self._merge(grid, integers)})
             self._check(known)
             extents = _extents(known.value(self.name))
-            integers = {**self._derived(known, integers), **integers}
+            integers = {**self._derive(known, integers), **integers}
         else:
             extents = _extents(grid)
-        packed = self._packed(integers)
-        with _entered(cupy, stream):
+        packed = self._pack(integers)
+        with _on_stream(cupy, stream):
             scratch = self._scratch_pointer(cupy, extents)
             self._function(cupy)(
                 extents,
@@ -278,7 +278,7 @@ class Kernel:
             if (value := arguments.get(p["name"])) is not None
         }
 
-    def _merged(
+    def _merge(
         self, values: Mapping[str, object], integers_given: Mapping[str, int]
     ) -> dict[str, object]:
         """Return launch values and integer arguments: a quantity may depend on both."""
@@ -292,7 +292,7 @@ class Kernel:
                 raise ValueError(f"{name} is {value} as an argument, {values[name]} as a value")
         return {**values, **integers}
 
-    def _derived(self, known: LaunchValues, integers: Mapping[str, int]) -> dict[str, int]:
+    def _derive(self, known: LaunchValues, integers: Mapping[str, int]) -> dict[str, int]:
         """Return the integer arguments that were not passed and that the launch values determine."""
         return {
             p["name"]: _number(p["name"], p["type"], known.value(p["name"]))
@@ -300,7 +300,7 @@ class Kernel:
             if p["name"] not in integers and p["name"] in known
         }
 
-    def _packed(self, integers: Mapping[str, object]) -> list[tuple[str, object]]:
+    def _pack(self, integers: Mapping[str, object]) -> list[tuple[str, object]]:
         """Return (type, value) of every parameter; value is None if the loader sets it."""
         packed: list[tuple[str, object]] = []
         for parameter in self.parameters:
@@ -424,7 +424,7 @@ def _extents(grid: int | Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _verified(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
+def _verify_file(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
     """Return the path of a file of the bundle, after a check that the file is as it was built."""
     name = file["file"]
     if pathlib.PurePath(name).name != name:
@@ -455,7 +455,7 @@ def _cupy() -> Any:
     return cupy
 
 
-def _entered(cupy: Any, stream: object) -> Any:
+def _on_stream(cupy: Any, stream: object) -> Any:
     """Return ``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()

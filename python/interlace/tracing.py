@@ -50,7 +50,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         raise TypeError(f"path must name a file, got {path!r}")
     refuse_unwritable("path", os.fspath(path))
     file = pathlib.Path(path).absolute()  # the block may change the folder
-    with collected() as runs:
+    with collect_runs() as runs:
         try:
             yield
         except BaseException:
@@ -70,7 +70,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def collected() -> Iterator[Runs]:
+def collect_runs() -> Iterator[Runs]:
     """Yield the runs of a block, a list that grows as they end. Each nested block has its own list."""
     runs: Runs = []
     _collecting[id(runs)] = runs
@@ -99,12 +99,12 @@ def around(
                 return start(fn)
             finally:
                 collect([recording.recording()])
-    both = start(functools.partial(_recorded, fn))
+    both = start(functools.partial(_record, fn))
     collect([part for _, part in both])
     return [result for result, _ in both]
 
 
-def _recorded(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
+def _record(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
     """Return the result of ``fn`` and its part of the recording, in a rank with its own process."""
     with recorder.recording() as recording:
         result = fn(*args, **kwargs)

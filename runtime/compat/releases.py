@@ -35,7 +35,7 @@ SAID = "INTERLACE_UNTRIED"
 
 
 @functools.cache
-def installed(name: str) -> str:
+def installed_release(name: str) -> str:
     """Return the release of Python, torch or Triton. Imports only that one: compilers run without torch."""
     if name == "Python":
         free = sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -49,12 +49,12 @@ def release(version: str) -> Release:
     return int(first), int(second)
 
 
-def untried() -> str:
+def untried_releases() -> str:
     """Return the installed releases outside the tried range, in words; "" if there are none."""
     found = [
-        f"{name} {installed(name)} (tried: {_words(name)})"
+        f"{name} {installed_release(name)} (tried: {_words(name)})"
         for name in TRIED
-        if not was_tried(name) or installed(name).endswith(FREE_THREADED)
+        if not was_tried(name) or installed_release(name).endswith(FREE_THREADED)
     ]
     return ", ".join(found)
 
@@ -67,7 +67,7 @@ def _words(name: str) -> str:
 def warn_of_untried() -> None:
     """Warn once, in the process that imports interlace first, and name all newer releases."""
     first = SAID not in os.environ and os.environ.get("RANK", "0") == "0"
-    if first and (found := untried()):
+    if first and (found := untried_releases()):
         os.environ[SAID] = "1"
         warnings.warn(
             f"interlace was not tried with {found}. Features that depend on internals may fail; "
@@ -78,16 +78,16 @@ def warn_of_untried() -> None:
 
 def was_tried(name: str) -> bool:
     oldest, newest = TRIED[name]
-    return oldest <= release(installed(name)) <= newest
+    return oldest <= release(installed_release(name)) <= newest
 
 
 @contextlib.contextmanager
-def needed(name: str, subject: str) -> Iterator[None]:
+def requiring(name: str, subject: str) -> Iterator[None]:
     """Wrap imports of internals of ``name``: an ImportError says what is missing and who has it."""
     try:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"interlace needs {subject}, of which {name} {installed(name)} lacks a part: {error}; "
+            f"interlace needs {subject}, of which {name} {installed_release(name)} lacks a part: {error}; "
             f"{name} {_words(name)} have it"
         ) from error

@@ -32,7 +32,7 @@ _entries: list[tuple[dict[str, object], str, object]] = []
 
 
 @contextlib.contextmanager
-def simulated() -> Iterator[None]:
+def simulating() -> Iterator[None]:
     """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
         for names, values in (each() for each in on_simulated_ranks):
@@ -42,7 +42,7 @@ def simulated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def installed(modules: Mapping[str, str]) -> Iterator[None]:
+def installing(modules: Mapping[str, str]) -> Iterator[None]:
     """Within the block, make ``import`` find stand-ins by these names: parents first, "" for an empty
     module.
 
@@ -122,7 +122,7 @@ Replacement = tuple[Any, str, Any]
 
 
 @contextlib.contextmanager
-def replaced(*replacements: Replacement) -> Iterator[None]:
+def replacing(*replacements: Replacement) -> Iterator[None]:
     """Set the objects' own attributes in order; afterwards restore or remove exactly what was there."""
     before = []
     try:

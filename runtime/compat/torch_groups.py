@@ -4,7 +4,7 @@ Tried with torch 2.11, 2.13, 2.14 and 2.15. A group in Python (``process_group/g
 of ``ProcessGroup``. The releases differ::
 
     names      2.13 calls ``_allgather_base`` and others ``all_gather_single`` and so on, and keeps the old
-               names; older releases have only the old names: :func:`torchs_own`, :func:`renamed`
+               names; older releases have only the old names: :func:`torchs_own`, :func:`under_old_name`
     recorder   2.15 attaches its flight recorder to a new group by a C++ backend that our groups do not
                have, so it would record nothing: :func:`leave_unrecorded`
     gather     2.14 has ``gather_single``, for one tensor, which dispatches an op of its own
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.runtime.compat.releases import needed
+from interlace.runtime.compat.releases import requiring
 from interlace.runtime.compat.torch_modes import disable
 
 OPTIONS = (
@@ -33,7 +33,7 @@ OPTIONS = (
     *("ReduceScatterOptions", "ScatterOptions"),
 )
 
-with needed("torch", "torch's process groups"):
+with requiring("torch", "torch's process groups"):
     import torch._C._distributed_c10d as _c10d
     from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
         HashStore,
@@ -128,7 +128,7 @@ def torchs_own(name: str) -> Any:
     return own
 
 
-def renamed(new: str) -> property:
+def under_old_name(new: str) -> property:
     """Return a property: our method under its old name, but torch's own while the group calls it
     (``_above``).
 
@@ -148,7 +148,7 @@ MEMORY = ("empty_strided_p2p", "rendezvous", "get_backend", "set_backend", "has_
 
 GROUPS = ("_register_process_group", "_resolve_process_group", "_unregister_process_group")
 
-with needed("torch", "torch's symmetric memory"):
+with requiring("torch", "torch's symmetric memory"):
     for _name in MEMORY:
         getattr(c10d._SymmetricMemory, _name)
     for _name in GROUPS:
@@ -163,7 +163,7 @@ def register_bare_group(name: str, store: object, rank: int, world_size: int) ->
     return group
 
 
-def registered(name: str) -> Any:
+def registered_group(name: str) -> Any:
     """Return torch's process group of that name, or None."""
     try:
         return c10d._resolve_process_group(name)

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.runtime.compat.stand_ins import replaced
+from interlace.runtime.compat.stand_ins import replacing
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -184,7 +184,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def pickled(value: object) -> bytes:
+def pickle_tensors(value: object) -> bytes:
     """Return ``pickle.dumps(value)`` in a form from which torch can load fp8 and uint16, too."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
@@ -211,7 +211,7 @@ def of_libraries() -> Iterator[None]:
         name = name if "::" in name else f"{library.ns}::{name}"
         _of_libraries[name][dispatch_key or library.dispatch_key] = fn
 
-    with replaced((torch.library.Library, "impl", impl)):
+    with replacing((torch.library.Library, "impl", impl)):
         yield
 
 
@@ -231,7 +231,10 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
         def call(op: Any, /, *args: object, **kwargs: object) -> Any:
             direct = direct_of(op, name(op)) if when() else None
             schema = getattr(op, "default", op)._schema
-            if direct is None or (arguments := _given(schema, args, named := dict(kwargs))) is None:
+            if (
+                direct is None
+                or (arguments := _by_position(schema, args, named := dict(kwargs))) is None
+            ):
                 return stock(op, *args, **kwargs)
             return direct(*arguments, **named)
 
@@ -241,11 +244,11 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
         (_ops.OpOverload, lambda op: op._name),
         (_ops.OpOverloadPacket, lambda op: op._qualified_op_name),
     )
-    with replaced(*((kind, "__call__", calling(kind.__call__, name)) for kind, name in names)):
+    with replacing(*((kind, "__call__", calling(kind.__call__, name)) for kind, name in names)):
         yield
 
 
-def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
+def _by_position(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
     """Return all arguments by position; leave keyword-only ones in ``named``. None if one is missing."""
     found = list(args)
     for argument in [each for each in schema.arguments if not each.kwarg_only][len(args) :]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.compat.releases import needed
+from interlace.runtime.compat.releases import requiring
 
 BUILDER = (
     *("binary_op", "unary_op", "cast_impl", "create_fp_to_fp", "create_dot", "create_fma"),
@@ -25,7 +25,7 @@ BUILDER = (
 )
 MODULE = ("_get_np_dtype", "_implicit_cvt", "_patch_lang", "_ir", "ReduceOps", "ScanOps")
 
-with needed("Triton", "Triton's interpreter"):
+with requiring("Triton", "Triton's interpreter"):
     import triton.language as tl
     from triton._C.libtriton import interpreter as atomics
     from triton.runtime import interpreter as triton_interpreter
@@ -64,7 +64,7 @@ def bare(mask: Any) -> Any:
     return mask if isinstance(mask, np.ndarray) else mask.data
 
 
-def unchecked(data: object, dtype: object) -> Any:
+def unchecked_handle(data: object, dtype: object) -> Any:
     """Return a handle of ``data``, which is known to have ``dtype``."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
@@ -76,4 +76,4 @@ def everywhere(shape: tuple[int, ...]) -> Any:
     """Return the mask of all elements, which must not be written."""
     mask = np.ones(shape, np.bool_)
     mask.flags.writeable = False
-    return unchecked(mask, tl.int1)
+    return unchecked_handle(mask, tl.int1)

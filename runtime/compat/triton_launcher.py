@@ -23,13 +23,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 from urllib.parse import quote
 
-from interlace.runtime.compat.releases import installed, needed, release, was_tried
-from interlace.runtime.compat.stand_ins import replaced
+from interlace.runtime.compat.releases import installed_release, release, requiring, was_tried
+from interlace.runtime.compat.stand_ins import replacing
 
 FUSED = {"enable_fp_fusion": True}
 """The default of all these releases. 3.9 warns that the next release changes it."""
 
-with needed("Triton", "Triton's compiler"):
+with requiring("Triton", "Triton's compiler"):
     import triton
     from triton import knobs
     from triton._C import libtriton
@@ -93,7 +93,9 @@ def driver_of(arch: int) -> Iterator[None]:
         driver._active = before
 
 
-def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, object]) -> Any:
+def compile_for(
+    fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, object]
+) -> Any:
     """Return Triton's compiled kernel for a GPU that may be absent; ``arguments`` of its ``ASTSource``."""
     from triton.compiler import ASTSource
 
@@ -174,7 +176,7 @@ def to_be_run() -> Iterator[None]:
         return stock(language, condition)
 
     stock = TritonSemantic.assume
-    with replaced(
+    with replacing(
         (knobs.runtime, "add_stages_inspection_hook", change),
         (TritonSemantic, "device_assert", device_assert),
         (TritonSemantic, "assume", assume),
@@ -251,7 +253,7 @@ def direct(
     if launch is None or more or not was_tried("Triton") or type(run) is not _launcher_class():
         return None
     fixed = function, run.launch_cooperative_grid, run.launch_pdl
-    if release(installed("Triton")) >= (3, 7):
+    if release(installed_release("Triton")) >= (3, 7):
         from triton.backends.nvidia.driver import annotate_arguments
 
         annotated, signature = annotate_arguments(kinds(kernel.src.signature)), run.kernel_signature
@@ -269,7 +271,7 @@ def _launcher_class() -> Any:
     return CudaLauncher
 
 
-def named(value: object, beyond: re.Pattern[str]) -> Iterator[object]:
+def named_objects(value: object, beyond: re.Pattern[str]) -> Iterator[object]:
     """Yield constants, values, modules, classes and functions, jitted ones unchanged, each before its
     names.
 

@@ -18,7 +18,7 @@ import re
 import secrets
 import types
 
-from interlace.runtime.compat.triton_launcher import named, version_and_settings
+from interlace.runtime.compat.triton_launcher import named_objects, version_and_settings
 from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.core.launch import KernelFunction
 
@@ -42,7 +42,7 @@ def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None
     """Return the cache file of ``request``, or None if something relevant is known only by its address."""
     parts = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
     with contextlib.suppress(OSError):  # raised for a function without a file
-        parts += map(_told, named(kernel, _NOT_OURS))
+        parts += map(_description, named_objects(kernel, _NOT_OURS))
         if not any(" at 0x" in each for each in parts[2:]):
             digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
             return folder(request.path) / f"{digest}.json"
@@ -77,7 +77,7 @@ def _compiler() -> str:
     return "".join((here / name).read_text() for name in _COMPILER)
 
 
-def _told(part: object) -> str:
+def _description(part: object) -> str:
     """Return all that a compiler may know about ``part``."""
     text = None
     while hasattr(part, "fn"):

@@ -202,7 +202,9 @@ def _fork(index: int, request: Compilation, begin: float) -> Fork:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         with os.fdopen(writing, "wb") as answer:
-            pickle.dump(replace(worker.measured(request), seconds=time.monotonic() - begin), answer)
+            pickle.dump(
+                replace(worker.measure_or_error(request), seconds=time.monotonic() - begin), answer
+            )
     finally:
         os._exit(0)
 

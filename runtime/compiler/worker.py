@@ -31,10 +31,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from interlace.runtime.compat.stand_ins import installed
+from interlace.runtime.compat.stand_ins import installing
 from interlace.runtime.compat.triton_launcher import (
     cached,
-    compiled,
+    compile_for,
     driver_of,
     knobs,
     to_be_run,
@@ -42,12 +42,12 @@ from interlace.runtime.compat.triton_launcher import (
 )
 from interlace.runtime.compiler import kept
 from interlace.runtime.compiler.lint import sass as sass_rules
-from interlace.runtime.compiler.lint.faults import NOWHERE, Frame, describe, selected
+from interlace.runtime.compiler.lint.faults import NOWHERE, Frame, describe, select_faults
 from interlace.runtime.compiler.lint.sass import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.core.errors import PlaceUnavailableError, RankError, SourceText
-from interlace.runtime.core.launch import joined, leaves, outside_name
+from interlace.runtime.core.launch import join_leaves, leaves, outside_name
 
 # The values that Triton's launcher passes after the arguments of the signature, in this order.
 SCRATCH = ("global_scratch", "profile_scratch")
@@ -175,7 +175,9 @@ def load(request: Compilation) -> Any:
     """Load the kernel of ``request``, in a process in which ``@triton.jit`` compiles."""
     sys.meta_path.append(finder := Absent(request.absent))
     try:
-        module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
+        module = _import_module(request.module, request.path) or _load_module(
+            request.path, request.kernel
+        )
     finally:
         sys.meta_path.remove(finder)
     kernel = getattr(module, request.kernel)
@@ -218,7 +220,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-def _imported(name: str, path: str) -> ModuleType | None:
+def _import_module(name: str, path: str) -> ModuleType | None:
     if name == "__main__":
         return None
     try:
@@ -232,7 +234,7 @@ def _imported(name: str, path: str) -> ModuleType | None:
     return module if same else None
 
 
-def _loaded(path: str, kernel: str) -> ModuleType:
+def _load_module(path: str, kernel: str) -> ModuleType:
     name = "_interlace_kernels_" + re.sub(r"\W", "_", os.path.realpath(path))
     if name in sys.modules:
         return sys.modules[name]
@@ -257,10 +259,10 @@ def compile_kernel(request: Compilation) -> Any:
     """Return Triton's compiled kernel. Only in a process in which ``@triton.jit`` compiles."""
     knobs.cache.dir = str(kept.folder(request.path))
     with driver_of(request.arch):
-        return _compiled(load(request), request)
+        return _compile(load(request), request)
 
 
-def _compiled(kernel: Any, request: Compilation) -> Any:
+def _compile(kernel: Any, request: Compilation) -> Any:
     names = list(kernel.arg_names)
     requested = dict.fromkeys(path.partition(".")[0] for path in request.types)
     if requested.keys() != set(names):
@@ -275,12 +277,12 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
         options["sanitize_overflow"] = False  # it would add conditions at every operation
     if request.libraries:
         options["extern_libs"] = request.libraries
-    return compiled(kernel, _specialised(names, request), request.arch, options)
+    return compile_for(kernel, _specialise(names, request), request.arch, options)
 
 
-def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
+def _specialise(names: list[str], request: Compilation) -> dict[str, object]:
     """Return ``request`` in Triton's terms. A tuple of constants only is one constant."""
-    signature, constants = joined(request.types), joined(request.constants)
+    signature, constants = join_leaves(request.types), join_leaves(request.constants)
     places: dict[str, tuple[int, ...]] = {}
     for index, name in enumerate(names):
         kind = signature[name]
@@ -300,7 +302,7 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
 
 
 def _to_run(request: Compilation) -> Measurement:
-    with to_be_run(), installed(request.stand_ins):
+    with to_be_run(), installing(request.stand_ins):
         # This comes before Triton's folder is set to this kernel's.
         file = kept.file_of(request, load(request))
         kernel = compile_kernel(request)
@@ -338,7 +340,7 @@ def measure(request: Compilation) -> Measurement:
         tensor_cores = sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
     if not request.libraries:
         found = sass_rules.faults(ir, kernel.asm["ptx"], sass, arch, request.num_warps)
-    faults = selected(found, request.ignore)
+    faults = select_faults(found, request.ignore)
     sizes = used["REG"], used["STACK"], spills, int(kernel.metadata.shared)
     return Measurement(*sizes, tensor_cores, faults, loops=loops(sass))
 
@@ -375,7 +377,7 @@ def _describe(error: BaseException) -> str:
     return "; ".join(causes)[:1000]
 
 
-def _refused(request: Compilation, error: BaseException) -> SourceText:
+def _refused_line(request: Compilation, error: BaseException) -> SourceText:
     """Return the line of the kernel that Triton's front end refused, if it failed there."""
     line = getattr(getattr(error, "node", None), "lineno", None)
     if line is None:
@@ -391,16 +393,16 @@ def _refused(request: Compilation, error: BaseException) -> SourceText:
 def refused_file(request: Compilation) -> Measurement | None:
     """Load the file of ``request``. Return the error's measurement if that fails, else None."""
     try:
-        with installed(request.stand_ins):
+        with installing(request.stand_ins):
             load(request)
     except (Exception, ReenteredError) as error:
-        return Measurement(error=_describe(error), where=_refused(request, error))
+        return Measurement(error=_describe(error), where=_refused_line(request, error))
     return None
 
 
-def measured(request: Compilation) -> Measurement:
+def measure_or_error(request: Compilation) -> Measurement:
     """Return :func:`measure`'s result, or its error as a measurement."""
     try:
         return measure(request)
     except (Exception, ReenteredError) as error:
-        return Measurement(error=_describe(error), where=_refused(request, error))
+        return Measurement(error=_describe(error), where=_refused_line(request, error))

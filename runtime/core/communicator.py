@@ -263,7 +263,7 @@ class Communicator:
             try:
                 started = start()
             except BaseException as error:
-                self._failed(op, error)
+                self._abort_on(op, error)
                 raise
             outcome = NOTHING if started is None else _outcome(started)
             if self.plans is not None:
@@ -274,10 +274,10 @@ class Communicator:
             return Work(op, place, Settled(outcome), outputs) if async_op else outcome.result
         try:
             future = place.submit(
-                functools.partial(self._started, op, start), asynchronous=async_op
+                functools.partial(self._run_start, op, start), asynchronous=async_op
             )
         except BaseException as error:
-            self._failed(op, error)
+            self._abort_on(op, error)
             raise
         work = Work(op, place, future, outputs)
         if self.plans is not None:
@@ -288,17 +288,17 @@ class Communicator:
         work.wait()
         return future.result().result
 
-    def _started(self, op: str, start: Start) -> Outcome:
+    def _run_start(self, op: str, start: Start) -> Outcome:
         """Return the outcome of the launch side of an op that was queued."""
         if self._out_of_step:  # because of an op that was queued before this one
             raise self._over(op)
         try:
             return _outcome(start())
         except BaseException as error:
-            self._failed(op, error)
+            self._abort_on(op, error)
             raise
 
-    def _failed(self, op: str, error: BaseException) -> None:
+    def _abort_on(self, op: str, error: BaseException) -> None:
         """Abort the group, unless all ranks raise ``error``: the other ranks would wait for this one."""
         self.place.recorder = None
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
@@ -545,13 +545,13 @@ def record_form(
     tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*option_names)
     order = [*tensors, "outputs", *option_names]
 
-    def checked(communicator: Communicator, *values: object) -> Any:
+    def check_record(communicator: Communicator, *values: object) -> Any:
         known = dict(zip(order, values, strict=True))
         outputs = known.pop("outputs")
         return check(communicator, arguments(**known), outputs)
 
     names = [called.get(name, name) for name in order]
-    run = internal_form(op, checked, fills=False, names=names)
+    run = internal_form(op, check_record, fills=False, names=names)
 
     def form(
         communicator: Communicator, record: object, outputs: object = None, async_op: bool = False
@@ -567,10 +567,12 @@ def composed_form(op: str, prepare: Callable[..., object]) -> Callable[..., Any]
 
     So the other form can run from a plan, which cannot hold torch code, and hooks see the caller's tensors.
     """
-    return internal_form(op, prepare, begin=_composed)
+    return internal_form(op, prepare, begin=_run_composed)
 
 
-def _composed(communicator: Communicator, _: str, prepared: Sequence[Any], async_op: bool) -> Any:
+def _run_composed(
+    communicator: Communicator, _: str, prepared: Sequence[Any], async_op: bool
+) -> Any:
     return prepared[0](communicator, *prepared[1:], async_op)
 
 

@@ -211,7 +211,7 @@ class OpHooks:
         begun: list[Hook] = []  # ``after`` is called for each of these
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
-            whole = f"{call.op} on {_listed(call.group.ranks)}"
+            whole = f"{call.op} on {_ranks_in_words(call.group.ranks)}"
             with profile_range(whole) if profiled else _NOTHING:
                 try:
                     for hook in hooks:
@@ -345,7 +345,7 @@ def _is_absent(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and not value)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
     >>> _listed(range(8)), _listed((0, 2)), _listed((5,))

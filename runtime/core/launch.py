@@ -51,7 +51,7 @@ def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, object]]:
             yield prefix + str(name), value
 
 
-def joined(by_path: Mapping[str, object]) -> dict[str, object]:
+def join_leaves(by_path: Mapping[str, object]) -> dict[str, object]:
     """Undo :func:`leaves`: return tuples with these names again, of classes that are made here."""
     found: dict[str, Any] = {}
     for path, value in by_path.items():
@@ -61,7 +61,7 @@ def joined(by_path: Mapping[str, object]) -> dict[str, object]:
         else:
             found[name] = value
     return {
-        name: _tuple(name, joined(value)) if isinstance(value, dict) else value
+        name: _tuple(name, join_leaves(value)) if isinstance(value, dict) else value
         for name, value in found.items()
     }
 
@@ -151,7 +151,7 @@ def kind_of(path: str, value: object) -> str:
         raise TypeError(f"a kernel's argument {path}: {error}") from error
 
 
-def specialised(
+def specialise(
     kernel: KernelFunction, arguments: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
     """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr".

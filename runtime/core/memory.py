@@ -317,7 +317,7 @@ class LocalMemory:
     origin: Any
 
 
-def aligned(nbytes: int) -> Array:
+def aligned_memory(nbytes: int) -> Array:
     """Return zeroed memory of this process, aligned as a part has to be."""
     whole: Array = np.zeros(nbytes + DATA_ALIGNMENT, dtype=np.uint8)
     shift = -whole.ctypes.data % DATA_ALIGNMENT

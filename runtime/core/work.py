@@ -80,7 +80,7 @@ class Work(TorchWork):
             text += f"; it waits for ranks {list(late)}" if late else ""
             raise CollectiveTimeoutError(text, late) from error
         except BaseException as error:
-            if not _settled(self._outcome):  # a signal handler raised it, and the op still runs
+            if not _is_settled(self._outcome):  # a signal handler raised it, and the op still runs
                 self._given_up(
                     f"{self._op} was still running after {type(error).__name__} interrupted its wait"
                 )
@@ -198,7 +198,7 @@ class Work(TorchWork):
         return f"<Work {self._op} on rank {self._place.rank}: {state}>"
 
 
-def _settled(outcome: Future[Outcome]) -> bool:
+def _is_settled(outcome: Future[Outcome]) -> bool:
     """Return whether the op has ended; moves no messages."""
     if isinstance(outcome, MessageEnd):
         return outcome.settled
@@ -207,7 +207,7 @@ def _settled(outcome: Future[Outcome]) -> bool:
 
 def _abandon(outcome: Future[Outcome], place: PlaceControl, text: str) -> None:
     """Abort the group if the op runs without a handle: no caller can know when its tensors are free."""
-    if not _settled(outcome):
+    if not _is_settled(outcome):
         place.abort(f"{text}, and its handle no longer exists")
 
 

@@ -38,7 +38,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+def unrounded_norm(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
     """Return the normed rows, in fp32 or float64."""
     dtype = wide(rows.dtype)
     weight = None if norm.weight is None else norm.weight.to(dtype)
@@ -48,7 +48,7 @@ def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
     return F.layer_norm(rows.to(dtype), rows.shape[-1:], weight, bias, norm.eps)
 
 
-def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``rows`` as fp8 and their scales ``[rows, 1]`` in fp32: ``rows`` are fp8 times scale."""
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     scale = scale.to(torch.float32).clamp(min=SMALLEST_SCALE)
@@ -81,19 +81,19 @@ class NormTail:
     def finish(self, rows: torch.Tensor) -> None:
         """Norm ``rows``, to which the residual was added."""
         if self.format is not None:
-            self.normed.copy_(self.format.packed_rows(unrounded(rows, self.norm)))
+            self.normed.copy_(self.format.packed_rows(unrounded_norm(rows, self.norm)))
             return
         if not rows.numel():
             if self.scale is not None:
                 self.scale.fill_(SMALLEST_SCALE)
             return
-        y = unrounded(rows, self.norm)
+        y = unrounded_norm(rows, self.norm)
         if self.scale is None:
             # the scale was known in advance; torch's cast does not saturate
             static = self.normed.dtype == QUANTIZED
             self.normed.copy_(y.clamp(-LARGEST, LARGEST) if static else y)
         else:
-            values, scale = quantized(y)
+            values, scale = quantize_rows(y)
             self.normed.copy_(values)
             self.scale.copy_(scale)
 

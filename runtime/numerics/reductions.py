@@ -204,7 +204,7 @@ def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
     return _wide(dtype, binary, lambda total, count: total.bitwise_xor_(top), load)
 
 
-def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
+def _fold_of_view(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
     """Return a fold that calls ``inner`` on the same memory, viewed as another dtype."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -257,12 +257,12 @@ def _fill() -> None:
         _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide, _copy)
     for op in ("sum", "avg"):
         halves = _FOLDS[op, torch.float16]
-        _FOLDS[op, torch.complex32] = _viewed(torch.view_as_real, halves)
+        _FOLDS[op, torch.complex32] = _fold_of_view(torch.view_as_real, halves)
     _FOLDS["product", torch.complex32] = _wide(torch.complex64, torch.mul)
     for dtype in _COMPLEX:
         _in_dtype(dtype, _ARITHMETIC)
         # torch divides complex numbers by complex numbers, which rounds more often
-        _FOLDS["avg", dtype] = _viewed(torch.view_as_real, _direct(torch.add, _divide))
+        _FOLDS["avg", dtype] = _fold_of_view(torch.view_as_real, _direct(torch.add, _divide))
 
     for dtype in (torch.uint8, *_SIGNED):
         _in_dtype(dtype, {**_ARITHMETIC, **_ORDER, **_BITS})
@@ -273,11 +273,13 @@ def _fill() -> None:
             return tensor.view(signed)
 
         for op in (*_ARITHMETIC, *_BITS):
-            _FOLDS[op, dtype] = _viewed(view, _FOLDS[op, signed])
+            _FOLDS[op, dtype] = _fold_of_view(view, _FOLDS[op, signed])
         for op, binary in _ORDER.items():
-            _FOLDS[op, dtype] = _viewed(view, _offset(signed, binary))
+            _FOLDS[op, dtype] = _fold_of_view(view, _offset(signed, binary))
         if dtype == torch.uint64:
-            _FOLDS["avg", dtype] = _viewed(view, _wide(torch.int64, torch.add, _divide_unsigned))
+            _FOLDS["avg", dtype] = _fold_of_view(
+                view, _wide(torch.int64, torch.add, _divide_unsigned)
+            )
         else:
             _FOLDS["avg", dtype] = _wide(torch.int64, torch.add, _divide_whole, _copy)
     _in_dtype(torch.bool, _OF_BOOL)

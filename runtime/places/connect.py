@@ -22,7 +22,7 @@ from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import StoreMeeting
-from interlace.runtime.processes.signed_store import signed as signed
+from interlace.runtime.processes.signed_store import sign as sign
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
@@ -55,7 +55,7 @@ def connect_place(
         return ShmPlace(HostGroup(None, rank, 1, timeout=timeout, prefix=prefix))
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
-    store = signed(store)
+    store = sign(store)
     place: Place
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     own_card, key = plain.dumps(card), f"{prefix}/hosts"

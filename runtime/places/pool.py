@@ -47,7 +47,7 @@ import torch
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.compat.torch_groups import TCPStore
-from interlace.runtime.compat.torch_modes import pickled
+from interlace.runtime.compat.torch_modes import pickle_tensors
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -100,7 +100,7 @@ class TaskReport:
 def success(value: object) -> TaskReport:
     """Return the report of a function that returned ``value``; TypeError if it cannot be pickled."""
     try:
-        return TaskReport(False, pickled(value))
+        return TaskReport(False, pickle_tensors(value))
     except Exception as error:
         kind = type(value).__name__
         raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
@@ -109,7 +109,7 @@ def success(value: object) -> TaskReport:
 def failure(error: BaseException) -> TaskReport:
     """Return the report of a function that raised ``error``."""
     try:
-        value = pickled(error)
+        value = pickle_tensors(error)
         pickle.loads(value)  # many exceptions can be pickled, but not loaded
     except Exception:
         value = b""
@@ -195,7 +195,7 @@ def _perform(task: RankTask) -> TaskReport:
     try:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
-        function, arguments, keywords, setup = _unpickled(task.call)
+        function, arguments, keywords, setup = _unpickle(task.call)
         meeting = StoreMeeting(SignedStore(_store(task.store_port), task.secret))
         name, bound = f"interlace/run/{task.run}", task.place_timeout
         group = HostGroup(meeting, task.rank, task.world_size, timeout=bound, prefix=name)
@@ -220,7 +220,7 @@ def _store(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _unpickled(call: bytes) -> Any:
+def _unpickle(call: bytes) -> Any:
     try:
         return pickle.loads(call)
     except Exception as error:
@@ -440,13 +440,13 @@ def _pickled_call(
     """Pickle the call plainly: multiprocessing's pickle turns tensors into one receiver's shared memory."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):
         try:
-            pickled(value)
+            pickle_tensors(value)
         except Exception as error:
             hint = ": define it at module level of a module" if name in ("fn", "setup") else ""
             raise TypeError(
                 f"{name} of a run in processes cannot be pickled{hint} ({error})"
             ) from error
-    return pickled((fn, tuple(args), dict(kwargs), setup))
+    return pickle_tensors((fn, tuple(args), dict(kwargs), setup))
 
 
 def _loopback_store() -> TCPStore:

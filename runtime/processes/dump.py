@@ -100,7 +100,7 @@ def ended(group: RecordedGroup, number: int) -> None:
 
 
 @contextlib.contextmanager
-def recorded(group: RecordedGroup, op: bytes | str) -> Iterator[None]:
+def recording_op(group: RecordedGroup, op: bytes | str) -> Iterator[None]:
     """Record an op around the ``with`` block. An exception leaves the op without an end."""
     number = began(group, op)
     yield

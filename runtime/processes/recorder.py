@@ -127,7 +127,7 @@ class FlightRecorder:
             if frame.f_lasti != instruction or frame.f_code is not code:  # another call site
                 label = label & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
         except (KeyError, ValueError):  # this thread's stack is not as deep
-            label = self._learned(op)
+            label = self._learn_op(op)
         return label
 
     def begins(
@@ -153,7 +153,7 @@ class FlightRecorder:
         if self._words[at] == number:
             self._words[at + ENDED] = _now()
 
-    def _learned(self, op: bytes | str) -> int:
+    def _learn_op(self, op: bytes | str) -> int:
         """Return where the texts of ``op`` and of its call site are; also remember the call depth."""
         with self._lock:
             place = caller.get()  # in a thread in which no depth leads to the caller
@@ -171,7 +171,7 @@ class FlightRecorder:
         if self._room < _RESERVE or len(self._ops) >= _MOST_OPS:
             self._turn()
         known = self._ops.get(op)
-        label = self._described(op) if known is None else known[3] & _OP
+        label = self._describe(op) if known is None else known[3] & _OP
         if place is not None:
             self._ops.setdefault(op, (_NOWHERE, None, -1, label))
             return label | self._site(*place)
@@ -184,7 +184,7 @@ class FlightRecorder:
         self._ops[op] = depth + 1, code, frame.f_lasti, label | site
         return label | site
 
-    def _described(self, op: bytes | str) -> int:
+    def _describe(self, op: bytes | str) -> int:
         """Return where the text of ``op`` is. ``op`` may be the message of its call."""
         name, terms = op, None
         if isinstance(op, bytes):

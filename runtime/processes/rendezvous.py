@@ -348,7 +348,7 @@ def meet(
             store.set(f"{key}/{nonce}/{rank}", value.hex())
         return unread()
 
-    def opened() -> list[int]:
+    def is_open() -> list[int]:
         """Return whether rank 0 has deleted the nonce; until then it may still replace a stale one."""
         if nonce and (value := glance(store, f"{key}/{nonce}/open")) is not None:
             if value:  # rank 0 has failed
@@ -359,7 +359,7 @@ def meet(
         return missing() or [0]
 
     # poll, because Store.wait prints a warning on stderr when it times out
-    while ranks := missing() if rank == 0 else opened():
+    while ranks := missing() if rank == 0 else is_open():
         if (now := time.monotonic()) > deadline:
             raise CollectiveTimeoutError(
                 f"rank {rank}: ranks {ranks} have not joined group {group!r}", tuple(ranks)
@@ -633,7 +633,7 @@ def reunite(
         """Return the outcome of this attempt: 1 if ``rank`` joined, 0 if it failed, negative if unknown."""
         return roll.said(rank, RESULT) - 2 * attempt
 
-    def gone() -> Set[int]:
+    def gone_ranks() -> Set[int]:
         lost = roll.gone()
         survivors = sorted(rank for rank in lost if roll.said(rank, RESULT) // 2 > attempt)
         if survivors or roll.rank in lost:
@@ -643,7 +643,7 @@ def reunite(
 
     def over(doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """Return why this attempt of the ranks ``left`` has failed, or None."""
-        lost = gone()
+        lost = gone_ranks()
         for rank in left:
             if result(rank) == 0 or (rank in lost and result(rank) < 0):
                 return PeerDiedError(rank, roll.pids[rank], doing, GONE)
@@ -665,14 +665,14 @@ def reunite(
 
     def absent() -> list[int]:
         nonlocal left
-        if lost := gone():
+        if lost := gone_ranks():
             left = [rank for rank in left if rank not in lost]
         late = [rank for rank in left if roll.said(rank, ATTEMPT) < attempt]
         compare()
         return late
 
     def silent() -> list[int]:
-        lost = gone()
+        lost = gone_ranks()
         return [rank for rank in left if result(rank) < 0 and rank not in lost]
 
     def again() -> bool:
@@ -691,7 +691,7 @@ def reunite(
                 patience = Patience(roll.rank, roll.timeout, lambda doing, waited_for: None)
 
     while True:
-        lost = gone()
+        lost = gone_ranks()
         if ranks is not None and (dead := sorted(lost & set(ranks))):
             raise PeerDiedError(dead[0], roll.pids[dead[0]], doing, GONE)
         left = [rank for rank in wanted if rank not in lost]
@@ -712,7 +712,7 @@ def reunite(
             if group is not None and all(result(rank) == 1 for rank in left):
                 return group, left
             deadline = time.monotonic() + min(SURE_SECONDS, roll.timeout)
-            while gone().isdisjoint(left) and not again():
+            while gone_ranks().isdisjoint(left) and not again():
                 if time.monotonic() > deadline:
                     text = f"rank {roll.rank}: {doing}: others cannot join"
                     raise problem or InterlaceError(text)

@@ -121,6 +121,6 @@ def glance(store: Store, key: str) -> bytes | None:
     return None if found == _NOTHING.encode() else found
 
 
-def signed(store: Store) -> Store:
+def sign(store: Store) -> Store:
     secret = job_secret()
     return SignedStore(store, secret) if secret else store

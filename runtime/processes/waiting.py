@@ -294,7 +294,7 @@ class Patience:
         self._started, self._next_check = since, 0.0
         self._suspect = False
 
-    def _told(self, error: InterlaceError) -> InterlaceError:
+    def _error_of(self, error: InterlaceError) -> InterlaceError:
         if self._judge is not None:
             self._judge.ended(error)
         return error
@@ -331,7 +331,7 @@ class Patience:
         problem = self._interruption(doing, waited_for)
         if problem is not None:
             if self._suspect:
-                raise self._told(problem)
+                raise self._error_of(problem)
             self._suspect, self._next_check = True, now
             return True
         self._suspect = False
@@ -340,5 +340,5 @@ class Patience:
             late = tuple(blame.culprits(waited_for) if blame else waited_for)
             where = blame.whereabouts(late) if blame else ""
             text = f"{doing} has waited {self._timeout:g} s for ranks {list(late)}{where}"
-            raise self._told(CollectiveTimeoutError(f"rank {self._rank}: {text}", late))
+            raise self._error_of(CollectiveTimeoutError(f"rank {self._rank}: {text}", late))
         return False

@@ -104,13 +104,13 @@ def device_name(device_type: str) -> str:
 def file_of(device_type: str) -> MeasuredFile[list[MeasuredMesh]]:
     """Return this machine's file. A file of another machine raises NotOursError."""
 
-    def parsed(whole: dict[str, Any]) -> list[MeasuredMesh]:
-        meshes, here = [_measured(each) for each in whole["meshes"]], device_name(device_type)
+    def parse(whole: dict[str, Any]) -> list[MeasuredMesh]:
+        meshes, here = [_check_fields(each) for each in whole["meshes"]], device_name(device_type)
         if whole["device"] != here:
             raise NotOursError(f"was measured on {whole['device']!r}, this is {here!r}")
         return meshes
 
-    return MeasuredFile("calibrate", "calibration", FORMAT, VERSION, VARIABLE, parsed)
+    return MeasuredFile("calibrate", "calibration", FORMAT, VERSION, VARIABLE, parse)
 
 
 def path(device_type: str = "cpu") -> pathlib.Path | None:
@@ -123,7 +123,7 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
     return file_of(device_type).path(usual)
 
 
-def _measured(facts: dict[str, Any]) -> MeasuredMesh:
+def _check_fields(facts: dict[str, Any]) -> MeasuredMesh:
     """Check every field. Raises TypeError, ValueError or KeyError."""
     links = []
     for each in facts["links"]:
@@ -174,11 +174,11 @@ def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") ->
     """Put ``measured`` into ``file``, in place of one of the same mesh and backend. Raises like
     ``change``."""
 
-    def changed(content: list[MeasuredMesh] | None) -> dict[str, object]:
+    def change(content: list[MeasuredMesh] | None) -> dict[str, object]:
         key = measured.backend, measured.mesh
         kept = [each for each in content or () if (each.backend, each.mesh) != key]
         meshes = [asdict(each) for each in [*kept, measured]]
         return {"device": device_name(device_type), "meshes": meshes}
 
-    file_of(device_type).change(file, changed)
+    file_of(device_type).change(file, change)
     _read.cache_clear()

@@ -228,7 +228,7 @@ def gpu_default(
     return Configuration(**{**sending, **tile.values, **changed})
 
 
-def _interpreted(**extents: int) -> Configuration:
+def _for_interpreter(**extents: int) -> Configuration:
     """Return few, large tiles for the interpreter: powers of two over the extents, within bounds."""
     blocks = dict(table.INTERPRETED_VALUES)
     for name, extent in extents.items():
@@ -239,7 +239,7 @@ def _interpreted(**extents: int) -> Configuration:
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
     """Return few, large tiles for the interpreter."""
-    return _interpreted(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
+    return _for_interpreter(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
 
 
 def capability_of(place: Place) -> int | None:
@@ -313,7 +313,7 @@ def choose_attention(
     """Return the default for shards of ``rows`` queries and ``keys`` (default: as many), with overrides."""
     capability = capability_of(place)
     if capability is None:
-        chosen = _interpreted(
+        chosen = _for_interpreter(
             block_m=max(1, rows),
             block_n=max(1, rows if keys is None else keys),
             copy_columns=1024,

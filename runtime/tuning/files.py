@@ -139,7 +139,7 @@ class MeasuredFile(Generic[Content]):
         try:
             if target.exists() and not os.access(target, os.W_OK):
                 raise PermissionError("it is read-only")
-            with _locked(target):
+            with _hold_lock(target):
                 handle, name = _new_file(target)
                 os.close(handle)
                 os.unlink(name)
@@ -155,7 +155,7 @@ class MeasuredFile(Generic[Content]):
         NotOursError if the file is something else, and OSError.
         """
         target = _target(file)
-        with _locked(target):
+        with _hold_lock(target):
             whole = {"format": self.format, "version": self.version}
             whole.update(changed(self._to_change(file)))
             text = json.dumps(whole, indent=1)
@@ -189,7 +189,7 @@ def _target(file: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _locked(target: pathlib.Path) -> Iterator[None]:
+def _hold_lock(target: pathlib.Path) -> Iterator[None]:
     """Hold the lock. It ends with its holder, so no process waits for one that has died.
 
     The lock's file is never opened through a link, and nothing is written into it: another user's link must
@@ -287,7 +287,7 @@ def _cpu_name() -> str:
     return f"{name or sys.platform}, {os.cpu_count()} cores"
 
 
-def _parsed(whole: dict[str, Any]) -> CacheRows:
+def _parse_rows(whole: dict[str, Any]) -> CacheRows:
     """Parse all rows, by machine."""
     found: CacheRows = {}
     for each in whole["machines"]:
@@ -299,7 +299,7 @@ def _parsed(whole: dict[str, Any]) -> CacheRows:
     return found
 
 
-FILE = MeasuredFile("tune", "tuning cache", FORMAT, VERSION, VARIABLE, _parsed)
+FILE = MeasuredFile("tune", "tuning cache", FORMAT, VERSION, VARIABLE, _parse_rows)
 
 
 def path() -> pathlib.Path | None:
@@ -360,7 +360,7 @@ def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> No
     """Merge ``rows`` into ``file``, in place of rows with the same key and machine. Raises like
     ``change``."""
 
-    def merged(content: CacheRows | None) -> dict[str, object]:
+    def merge(content: CacheRows | None) -> dict[str, object]:
         found = content or {}
         found[about] = list({row.key: row for row in [*found.get(about, ()), *rows]}.values())
         machines = [
@@ -369,4 +369,4 @@ def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> No
         ]
         return {"machines": machines}
 
-    FILE.change(file, merged)
+    FILE.change(file, merge)

@@ -321,7 +321,9 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
     return best, rank(best)[0]
 
 
-def cached(rows: Sequence[files.CacheRow], problem: Problem) -> tuple[files.CacheRow, int] | None:
+def nearest_cached(
+    rows: Sequence[files.CacheRow], problem: Problem
+) -> tuple[files.CacheRow, int] | None:
     """Return the nearest row of a cache. An op with a norm and without a row uses the row of the op
     without."""
     kind = dtype_name(problem), extents_of(problem)
@@ -381,18 +383,18 @@ def decide(
         if capability is None or not configuration.why_not(
             candidate, capability, problem.dtype.itemsize
         ):
-            source = f"{_how(steps)} row of the cache, measured {row.date}".rstrip()
-            near.append((_how(steps), Choice(candidate, row.algorithm, source)))
+            source = f"{_steps_in_words(steps)} row of the cache, measured {row.date}".rstrip()
+            near.append((_steps_in_words(steps), Choice(candidate, row.algorithm, source)))
     if shape is not None:
         row_of_table, steps = shape
-        source = f"{_how(steps)} row of the table ({row_of_table.source})"
+        source = f"{_steps_in_words(steps)} row of the table ({row_of_table.source})"
         candidate = replace(base, **row_of_table.values)
         if capability and chip:  # the row is for a bucket; the last wave depends on the very shape
             tiles = [
                 replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
             ]
             candidate, _ = fastest(chip, problem, candidate, tiles, matmul_us)
-        near.append((_how(steps), Choice(candidate, row_of_table.algorithm, source)))
+        near.append((_steps_in_words(steps), Choice(candidate, row_of_table.algorithm, source)))
     if near:
         return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
@@ -410,7 +412,7 @@ def decide(
     return Choice(base, "", f"default: the table's tiles for {of}")
 
 
-def _how(steps: int) -> str:
+def _steps_in_words(steps: int) -> str:
     return "nearest" if steps else "exact"
 
 
@@ -535,17 +537,19 @@ class Measured:
 UNMEASURED = Measured()
 
 
-def measured(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Measured:
+def measured_choice(
+    communicator: Communicator, problem: Problem, algorithm: str = "auto"
+) -> Measured:
     """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise.
 
     The simulator always runs kernels, even if another algorithm is faster.
     """
-    agreed = _agreed(communicator, problem)
+    agreed = _agreement_of(communicator, problem)
     key = ("measured", problem, algorithm)
     found = agreed.chosen.get(key)
     if found is None:
         found = UNMEASURED
-        if (nearest_row := _found(communicator, agreed, problem)) is not None:
+        if (nearest_row := _find_row(communicator, agreed, problem)) is not None:
             row = nearest_row[0]
             values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
             named = "" if communicator.place.simulated else row.algorithm
@@ -554,32 +558,32 @@ def measured(communicator: Communicator, problem: Problem, algorithm: str = "aut
     return found
 
 
-def _agreed(communicator: Communicator, problem: Problem) -> _Agreed:
+def _agreement_of(communicator: Communicator, problem: Problem) -> _Agreed:
     agreed = _groups.get(communicator)
     if agreed is None:
         agreed = _groups[communicator] = _agree(communicator, problem.op)
     return agreed
 
 
-def _found(
+def _find_row(
     communicator: Communicator, agreed: _Agreed, problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
     """Return the nearest row, the same on all ranks."""
-    found = cached(agreed.rows, problem)
+    found = nearest_cached(agreed.rows, problem)
     if agreed.asks:
-        found = _told(communicator, problem.op, found)[0]
+        found = _exchange_parts(communicator, problem.op, found)[0]
     return found
 
 
 def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
     """Choose for ``problem`` by ``algorithm``, alike on every rank. Collective at the first call of a
     kind."""
-    agreed = _agreed(communicator, problem)
+    agreed = _agreement_of(communicator, problem)
     explicit = current().overrides
     key = (problem, algorithm, explicit)
     choice: Choice | None = agreed.chosen.get(key)
     if choice is None:
-        place, found = communicator.place, _found(communicator, agreed, problem)
+        place, found = communicator.place, _find_row(communicator, agreed, problem)
         gather, one_node, chip = agreed.gather, place.nodes is None, agreed.capability
         choice = decide(chip, problem, found, algorithm=algorithm, one_node=one_node, gather=gather)
         on_cpus = place.direct_access and problem.op == "all_gather_matmul"
@@ -597,7 +601,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
     return choice
 
 
-def _told(communicator: Communicator, op: str, part: object) -> list[Any]:
+def _exchange_parts(communicator: Communicator, op: str, part: object) -> list[Any]:
     """Return every rank's ``part``. Raises if a rank refuses the op. It is exchanged once, outside any
     plan."""
     place = communicator.place
@@ -613,7 +617,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
     own_cache = (capability, files.digest(rows), len(rows), str(files.path()), gather)
-    everyone = _told(communicator, op, own_cache)
+    everyone = _exchange_parts(communicator, op, own_cache)
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
     _, digest, count, file, first_gather = everyone[0]

@@ -22,7 +22,7 @@ from house import module_name
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.sass import Loop
-from interlace.runtime.core.launch import joined
+from interlace.runtime.core.launch import join_leaves
 from interlace.runtime.tuning.table import BUILDABLE
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
@@ -180,7 +180,7 @@ def test_catalogue_covers_every_kernel(arch: int) -> None:
 def test_catalogue_names_all_arguments(arch: int) -> None:
     for entry in entries(arch):
         kernel = getattr(importlib.import_module(entry.module), entry.kernel)
-        assert set(joined(entry.types)) == set(kernel.arg_names), entry.name
+        assert set(join_leaves(entry.types)) == set(kernel.arg_names), entry.name
         assert set(entry.divisible) <= set(entry.types), entry.name
 
 

@@ -25,7 +25,7 @@ from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import ARCHES, Entry, between_nodes, linked
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, between_nodes, linked_entries
 from mutants.mutations import importable
 from tiers import few, thorough
 
@@ -55,7 +55,9 @@ MISSING = Entry(
 DRIVER = {"vprintf", "__assertfail"}  # every CUDA driver resolves these when it loads a module
 
 
-def library(arch: int, find: Callable[[int], list[Entry]] = linked, served: bool = SERVED) -> Any:
+def library(
+    arch: int, find: Callable[[int], list[Entry]] = linked_entries, served: bool = SERVED
+) -> Any:
     try:
         return find(arch)[0].libraries
     except PlaceUnavailableError as error:
@@ -74,7 +76,7 @@ def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[BuildRepor
 def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
     """All declared symbols are defined, and the host finds the place for the state of NVSHMEM."""
     library(arch)
-    entries = linked(arch)
+    entries = linked_entries(arch)
     reports, texts = built(entries, tmp_path)
     assert {entry.kernel for entry in entries} == {each.kernel for each in between_nodes(arch)}
     for report, ptx in zip(reports, texts, strict=True):

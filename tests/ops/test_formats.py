@@ -46,7 +46,7 @@ def test_e2m1_rounds_as_torch_does() -> None:
     x = torch.linspace(-6, 6, 4096).bfloat16().view(64, 64)
     mine = formats.pairs(x.float()).view(torch.uint8)
     assert torch.equal(mine, _bfloat16_to_float4_e2m1fn_x2(x).view(torch.uint8))
-    assert sorted(set(formats.unpaired(mine).abs().flatten().tolist())) == list(FP4_NUMBERS)
+    assert sorted(set(formats.unpair(mine).abs().flatten().tolist())) == list(FP4_NUMBERS)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])

@@ -49,7 +49,7 @@ def check_not_quantized(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} is {dtype}; pass the int_repr() of a quantized tensor")
 
 
-def filled(
+def fill_dense(
     communicator: Communicator,
     outputs: Sequence[torch.Tensor],
     run: Callable[[Sequence[torch.Tensor]], Event | None],
@@ -129,9 +129,9 @@ def target(name: str, value: object, communicator: Communicator) -> torch.Tensor
 def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor:
     """Return ``value``, a tensor on the group's device, or a tensor over the memory of another array."""
     if not isinstance(value, torch.Tensor):
-        value = imported(name, value)
+        value = import_array(name, value)
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {described(value)}")
+            raise TypeError(f"{name} must be a tensor, got {describe(value)}")
     device = communicator.place.device
     if value.device.type != device.type:
         raise ValueError(f"{name} is on {value.device}, the group's memory on {device}")
@@ -151,12 +151,12 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     return value.detach()
 
 
-def described(value: object) -> str:
+def describe(value: object) -> str:
     """The class of what stands for a tensor, for an error; a class may say in ``advice`` what to pass."""
     return f"{type(value).__name__}{getattr(value, 'advice', '')}"
 
 
-def imported(name: str, value: object) -> Any:
+def import_array(name: str, value: object) -> Any:
     """Return a tensor over the memory of ``value`` if it is another library's array: CuPy, NumPy, JAX ...
 
     DLPack shares the memory: nothing is copied, and writes go to the array. On a GPU torch's current stream
@@ -501,7 +501,7 @@ def operands(
     if gather_dim is not None:
         if index("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
             inner = None
-        several = not isinstance(imported("weight", weight), torch.Tensor)
+        several = not isinstance(import_array("weight", weight), torch.Tensor)
     if not several:
         weights = [matrix("weight", weight, input, inner, communicator)]
         biases = [bias_of("bias", bias, (weights[0].shape[1],), input, communicator)]
@@ -509,7 +509,7 @@ def operands(
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
                 "weight must be a tensor or a non-empty sequence of tensors, got "
-                f"{described(weight)}"
+                f"{describe(weight)}"
             )
         weights = [
             matrix(f"weight[{i}]", each, input, inner, communicator)
@@ -610,7 +610,7 @@ def parts(
     """
     rank = communicator.rank
     if type(whole) is not list:
-        whole = imported(name, whole)
+        whole = import_array(name, whole)
     if isinstance(whole, torch.Tensor):
         tensor = (target if written else source)(name, whole, communicator)
         if tensor.dtype is not like.dtype:
@@ -656,7 +656,7 @@ def one_per_rank(
     """Return the list ``whole``, if it has a tensor of ``dtype`` for every rank."""
     world_size = communicator.world_size
     if type(whole) is not list and (not isinstance(whole, Sequence) or isinstance(whole, str)):
-        raise TypeError(f"{name} must be a tensor or a list of tensors, got {described(whole)}")
+        raise TypeError(f"{name} must be a tensor or a list of tensors, got {describe(whole)}")
     if len(whole) != world_size:
         raise ValueError(f"{name} must have one tensor per rank, {world_size}, got {len(whole)}")
     take = target if written else source

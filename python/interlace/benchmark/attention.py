@@ -171,7 +171,7 @@ class AttentionRows(_HeadTensors):
         with torch.no_grad():
             if ring is None:
                 query, *heads = tensors
-                return self._attended(query, *self._all_keys(*heads))
+                return self._attend(query, *self._all_keys(*heads))
             heads = [each.transpose(1, 2).contiguous() for each in tensors]
             options = dist.group.WORLD, 2, _ring_forward
             return ring._templated_ring_attention(*options, *heads, is_causal=True)[0].transpose(
@@ -184,7 +184,7 @@ class AttentionRows(_HeadTensors):
         self.collectives.all_gather(gathered.flatten(0, 1), both)  # gloo does not stack
         return list(gathered.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
-    def _attended(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def _attend(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from this rank's queries to all keys in gathered order."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
         mask, shares = self._mask, self.key_heads != self.n
@@ -253,7 +253,7 @@ class AttentionBackwardRows(AttentionRows):
     def _gathered(self, grad: torch.Tensor, query: torch.Tensor, *keys: torch.Tensor) -> Any:
         """Run torch's attention to gathered keys; contributions to their gradients are reduced."""
         leaves = [each.detach().requires_grad_() for each in (query, *self._all_keys(*keys))]
-        of_query, *of_keys = torch.autograd.grad(self._attended(*leaves), leaves, grad)
+        of_query, *of_keys = torch.autograd.grad(self._attend(*leaves), leaves, grad)
         parts = torch.unflatten(torch.stack(of_keys), 2, (self.world_size, -1))
         by_rank = parts.permute(2, 0, 1, 3, 4, 5).contiguous()
         part = torch.empty_like(by_rank[0])

@@ -67,7 +67,9 @@ def torch_backend(names: Sequence[str]) -> str | None:
 
 
 @contextmanager
-def joined(backend: str | None, store: str | None, rank: int, world_size: int) -> Iterator[None]:
+def join_default_group(
+    backend: str | None, store: str | None, rank: int, world_size: int
+) -> Iterator[None]:
     """Initialize torch.distributed's default group if needed: by the file ``store``, or by torchrun."""
     if backend is None or dist.is_initialized():
         yield
@@ -98,12 +100,12 @@ def symmetric_collective(op: Plain) -> BenchCandidate:
 
     name, ops, group = op.op, torch.ops.symm_mem, group_name()
 
-    def shared(source: torch.Tensor) -> tuple[torch.Tensor]:
+    def share(source: torch.Tensor) -> tuple[torch.Tensor]:
         tensor = symm_mem.empty(source.shape, dtype=source.dtype, device=source.device)
         symm_mem.rendezvous(tensor, group)  # type: ignore[arg-type]
         return (tensor.copy_(source),)
 
-    def finished(tensor: torch.Tensor) -> torch.Tensor:
+    def finish(tensor: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
         return found
 
@@ -113,8 +115,8 @@ def symmetric_collective(op: Plain) -> BenchCandidate:
             if op.nbytes <= ONE_SHOT_BYTES
             else ops.two_shot_all_reduce_(x, "sum", group)
         ),
-        "all_gather": lambda x: finished(ops._low_contention_all_gather(x, group)),
-        "reduce_scatter": lambda x: finished(ops._low_contention_reduce_scatter(x, "sum", group)),
+        "all_gather": lambda x: finish(ops._low_contention_all_gather(x, group)),
+        "reduce_scatter": lambda x: finish(ops._low_contention_reduce_scatter(x, "sum", group)),
     }
     if name not in runs:
         raise ValueError(
@@ -126,9 +128,9 @@ def symmetric_collective(op: Plain) -> BenchCandidate:
         "symm_mem",
         BASELINE,
         runs[name],
-        lambda call: shared(op.of(op.rank, call, count=count)),
+        lambda call: share(op.of(op.rank, call, count=count)),
         lambda result, call: op.check(result, call, rounds_often=True),
-        timed_inputs=lambda call: shared(op.empty(count).zero_()),
+        timed_inputs=lambda call: share(op.empty(count).zero_()),
         most_sets=SYMMETRIC_SETS,
         copied=False,
     )
@@ -233,7 +235,7 @@ class Alone:
         ranks = [self._of(rank) for rank in range(self._op.world_size)]
         arrived: list[list[Any]] = [[] for _ in ranks]
 
-        def stopped(rank: int) -> tuple[Any, ...]:
+        def stop(rank: int) -> tuple[Any, ...]:
             """Return the next collective without data, and its input; () if all have data."""
             op = ranks[rank]
             op.collectives = LoneCollectives(rank, arrived[rank])
@@ -243,8 +245,8 @@ class Alone:
                 return collective.args
             return ()
 
-        while first := stopped(self._op.rank):
-            sent = [stopped(rank)[1] for rank in range(len(ranks))]
+        while first := stop(self._op.rank):
+            sent = [stop(rank)[1] for rank in range(len(ranks))]
             for rank, known in enumerate(arrived):
                 known.append(_arriving(first[0], sent, rank))
         return self._op.inputs(call), arrived[self._op.rank]

@@ -251,14 +251,14 @@ class AllGatherGroupedRows(AllGatherMatmul):
                 f"--m {sizes[0]}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
             )
 
-    def _stacked(self, call: int) -> torch.Tensor:
+    def _stack(self, call: int) -> torch.Tensor:
         """Return ``(experts, n, k)``, before they are quantised."""
         ranks = [self.rank * TOPK + expert for expert in range(TOPK)]
         return torch.stack([self.matrix(WEIGHT, self.n, self.k, rank, call) for rank in ranks])
 
     def inputs(self, call: int) -> Tensors:
         input, _, buffer = super().inputs(call)
-        stacked = self.operand(self._stacked(call))
+        stacked = self.operand(self._stack(call))
         return input, stacked.mT if self.format is None else stacked.t(), buffer
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
@@ -283,7 +283,7 @@ class AllGatherGroupedRows(AllGatherMatmul):
         each = self.rows // TOPK  # rows of one source for one expert
         expert, source = rows // (self.m // TOPK), rows // each % self.world_size
         index, parts = expert * each + rows % each, []
-        weights = self.exact(self._stacked(call)).mT
+        weights = self.exact(self._stack(call)).mT
         for number, weight in enumerate(weights):  # rows come by expert, then by source
             pieces = [
                 self.rows_of(rank, index[(expert == number) & (source == rank)], call)

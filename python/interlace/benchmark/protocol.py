@@ -152,11 +152,11 @@ def copies_of(value: Any, count: int) -> list[Any]:
         rows[:, : storage.nbytes()] = raw
         copies[address] = (rows, padded)
 
-    def copied(number: int, each: Any) -> Any:
+    def copy(number: int, each: Any) -> Any:
         if isinstance(each, Scaled) and each.inner == -2:
-            return copied(number, each.t()).t()
+            return copy(number, each.t()).t()
         if isinstance(each, Scaled):
-            return unpacked_rows(copied(number, packed_rows(each)), each.kind, each.shape[-1])
+            return unpacked_rows(copy(number, packed_rows(each)), each.kind, each.shape[-1])
         rows, padded = copies[each.untyped_storage().data_ptr()]
         first = number * padded // each.element_size() + each.storage_offset()
         empty = torch.empty(0, dtype=each.dtype, device=each.device)
@@ -164,7 +164,7 @@ def copies_of(value: Any, count: int) -> list[Any]:
 
     numbers = range(count)
     kinds = torch.Tensor, Scaled
-    return [tree_map_only(kinds, functools.partial(copied, n), value) for n in numbers]
+    return [tree_map_only(kinds, functools.partial(copy, n), value) for n in numbers]
 
 
 def _storages(value: Any) -> dict[int, Any]:

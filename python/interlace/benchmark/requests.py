@@ -176,7 +176,7 @@ def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) ->
 
 
 @functools.cache
-def loaded(target: str) -> Callable[..., Any]:
+def load_kernel(target: str) -> Callable[..., Any]:
     """Return the function that names a user's own kernel. Raises ValueError or OSError."""
     from interlace.tools.user_files import load_function
 
@@ -184,7 +184,7 @@ def loaded(target: str) -> Callable[..., Any]:
 
 
 def _own_kernel(request: BenchRequest, place: Place) -> Source:
-    target, maker = request.target, loaded(request.target)
+    target, maker = request.target, load_kernel(request.target)
     arguments = kernel.arguments_for(maker, target, request.arguments)
     found = maker(**arguments)
     if not isinstance(found, kernel.Kernel):  # a callable to time, or the function itself is one
@@ -342,7 +342,7 @@ def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
     """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
     place = default_group().place
     backend, left_out, make = source(request, place)
-    with baselines.joined(backend, request.store, place.rank, place.world_size):
+    with baselines.join_default_group(backend, request.store, place.rank, place.world_size):
         subject = make()
         rows = _measure(subject, request, place, rank_0(tick))
     sizes = MeasuredSize(
@@ -374,7 +374,7 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
     def check_all(number: int) -> None:
         for each in candidates:
             error, message = errors.get(each.name, (None, ""))
-            now, now_said = _checked(each, number, virtual=request.virtual)
+            now, now_said = _check_once(each, number, virtual=request.virtual)
             if now is not None:
                 errors[each.name] = (max(now, error or 0.0), message or now_said)
             step()
@@ -418,7 +418,7 @@ def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
     return count, set_bytes
 
 
-def _checked(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
+def _check_once(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
     """Run once, and compare on all ranks: (largest error, message of the check). Collective."""
     result = each.run(*each.inputs(number))
     protocol.finish(virtual=virtual)

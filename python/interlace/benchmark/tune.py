@@ -74,7 +74,9 @@ class TuneCandidate:
         return f"{text}, {v['chunks']} chunks, {v['copiers']} copiers, {v['programs']} programs"
 
 
-def made(algorithm: str, configuration: Configuration, *, default: bool = False) -> TuneCandidate:
+def candidate_of(
+    algorithm: str, configuration: Configuration, *, default: bool = False
+) -> TuneCandidate:
     return TuneCandidate(algorithm, tuple(sorted(asdict(configuration).items())), default)
 
 
@@ -100,7 +102,9 @@ def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
     ]
 
 
-def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
+def untuned_choice(
+    place: str, capability: int | None, problem: Problem
+) -> tuple[str, tuning.Choice]:
     """Return the choice of "auto" without a cache: the algorithm, and the configuration with its source."""
     choice = tuning.decide(capability, problem, None)
     kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", mapped=True)
@@ -117,47 +121,47 @@ def candidates(
     place: str, capability: int | None, problem: Problem, *, one_shot: bool = True
 ) -> list[TuneCandidate]:
     """Return all candidates. ``one_shot``: the all-reduce is small enough for its own kernel."""
-    algorithm, choice = untuned(place, capability, problem)
+    algorithm, choice = untuned_choice(place, capability, problem)
     base = choice.configuration
     if place == "shm":
         names = ["unfused", "pipelined"] if problem.dtype in MULTIPLIED_DTYPES else ["unfused"]
         found = [TuneCandidate(name, (), name == algorithm) for name in names]
         return sorted(found, key=lambda each: not each.default)
     if capability is None:
-        fused = [made("fused", each) for each in _interpreted(problem, base)]
-        return list(dict.fromkeys([made("fused", base, default=True), *fused]))
+        fused = [candidate_of("fused", each) for each in _for_interpreter(problem, base)]
+        return list(dict.fromkeys([candidate_of("fused", base, default=True), *fused]))
     first = TuneCandidate("unfused", (), True)
     if algorithm != "unfused":
-        first = made(algorithm, base, default=True)
+        first = candidate_of(algorithm, base, default=True)
     found = [first, TuneCandidate("unfused")]
     if problem.dtype not in MULTIPLIED_DTYPES:
         return list(dict.fromkeys(found))
     gathers = problem.op == "all_gather_matmul"
     parts = (1, 2, 4, 8) if gathers else (base.chunks,)
-    found += [made("pipelined", replace(base, chunks=chunks)) for chunks in parts]
+    found += [candidate_of("pipelined", replace(base, chunks=chunks)) for chunks in parts]
     if problem.product == "matmul_all_reduce" and not one_shot:
-        return list(dict.fromkeys([*found, made("fused", base)]))
+        return list(dict.fromkeys([*found, candidate_of("fused", base)]))
     itemsize = problem.dtype.itemsize
     every_tile = tile_candidates(base, capability, itemsize)
     if problem.format:  # tensor cores, or registers, take this many numbers of it at once
         every_tile = (replace(each, block_k=base.block_k) for each in every_tile)
-    tiles = _ranked(problem, capability, every_tile, MOST_TILES)
+    tiles = _rank(problem, capability, every_tile, MOST_TILES)
     groups = [replace(base, group_m=group) for group in (4, 16)]
     sent = []
     if gathers:
-        sent = _ranked(problem, capability, sending_candidates(base), MOST_SENDINGS)
+        sent = _rank(problem, capability, sending_candidates(base), MOST_SENDINGS)
     every = [base, *tiles, *groups, *sent]
     fitting = [each for each in every if not why_not(each, capability, itemsize)]
-    return list(dict.fromkeys([*found, *(made("fused", each) for each in fitting)]))
+    return list(dict.fromkeys([*found, *(candidate_of("fused", each) for each in fitting)]))
 
 
-def combined(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
+def combine(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
     """Return the tiles of one with the sends of the other."""
     values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
     return TuneCandidate("fused", tuple(sorted(values.items())))
 
 
-def _ranked(
+def _rank(
     problem: Problem, capability: int, found: Iterable[Configuration], most: int
 ) -> list[Configuration]:
     chip = table.chip_of(capability) or _LIKE
@@ -166,7 +170,7 @@ def _ranked(
     return sorted(set(found), key=lambda c: (tuning.fused_us(chip, problem, c), str(c)))[:most]
 
 
-def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:
+def _for_interpreter(problem: Problem, base: Configuration) -> list[Configuration]:
     """Return few large tiles first: the interpreter's time is per block, not per number."""
     sizes = itertools.product(
         {base.block_m, max(16, base.block_m // 2)},
@@ -332,7 +336,7 @@ class _Search:
         senders = [each for each in fused if sends(each) != sends(base)]
         if not tiles or not senders or self._left() < (1 - EARLY) / 2 * self._request.seconds:
             return []
-        combination = combined(tiles[0], senders[0])
+        combination = combine(tiles[0], senders[0])
         if any(each.candidate.values == combination.values for each in self._timed):
             return []
         timed = Timed(combination)

@@ -49,13 +49,13 @@ def options_of(command: str) -> type[CommandOptions]:
     return kind
 
 
-def _called(arguments: list[str]) -> str:
+def _command_of(arguments: list[str]) -> str:
     return next((each for each in arguments if not each.startswith("-")), "")
 
 
 def needs_torch(arguments: list[str]) -> bool:
     """Return whether these arguments name a command that works with tensors."""
-    return _called(arguments) in COMMANDS.keys() - {"inspect"}
+    return _command_of(arguments) in COMMANDS.keys() - {"inspect"}
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code. Errors that a user can fix are one line on stderr."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see the package's first lines
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    called = _called(arguments)
+    called = _command_of(arguments)
     try:
         top = parser(called)
         parsed = top.parse_args(arguments)

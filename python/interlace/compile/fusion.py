@@ -34,7 +34,7 @@ from torch import fx
 
 from interlace.arguments import checks
 from interlace.compile import graph_nodes as nodes, norms
-from interlace.compile.graph_nodes import Collective, Unfit, at, find, others
+from interlace.compile.graph_nodes import Collective, Unfit, at, find, other_collectives
 from interlace.compile.products import GraphProduct, readers, terms
 from interlace.compile.rewrite import (
     WITH_MATMULS,
@@ -315,7 +315,7 @@ def fuse(
             if along is not None:
                 replaced |= {along.start, *along.start.users}
                 carried[along.start] = candidate.op
-    report.candidates += [_other(node) for node in others(graph)]
+    report.candidates += [_other(node) for node in other_collectives(graph)]
     if replaced:
         nodes.in_order(graph)
         # torch treats waits as impure; the waits of replaced collectives are not
@@ -408,7 +408,7 @@ def _consider(
         reason = str(error)
     if products and products[0].blocks:
         notes = (*notes, f"its operands are {products[0].blocks}")
-    op, shape = fused_op(collective, products, norm), _shown(collective, products)
+    op, shape = fused_op(collective, products, norm), _in_words(collective, products)
     candidate = _candidate(collective, op, shape, len(products), reason, times, notes)
     scales = products[0].scales if products else None
     return candidate, rewrite, None if scales is None else scales.gather
@@ -432,7 +432,7 @@ def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str,
         return None, (f"left out a norm: {error}",)
 
 
-def _shown(collective: Collective, products: list[GraphProduct]) -> str:
+def _in_words(collective: Collective, products: list[GraphProduct]) -> str:
     whole = collective.result if collective.kind == "all_gather" else collective.input
     text = "x".join(map(str, nodes.shape(whole)))
     if products:
@@ -446,13 +446,13 @@ def _gather_products(
     products, refused = readers(collective.result)
     later = {product.node for product in products}
     kept: list[GraphProduct] = []
-    notes = [f"left out {_placed(node)}: {why}" for node, why in refused]
+    notes = [f"left out {_place_of(node)}: {why}" for node, why in refused]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
         if product.scales is not None:
             needed += [product.scales.right, *product.scales.whole]
         if nodes.ancestors(needed) & (later | {collective.result}):
-            place = _placed(product.node)
+            place = _place_of(product.node)
             notes.append(f"left out {place}: its weight comes from the gathered tensor")
         else:
             kept.append(product)
@@ -462,12 +462,12 @@ def _gather_products(
     for product in kept[:]:
         if product.kind != kept[0].kind:
             kept.remove(product)
-            place, first = _placed(product.node), kept[0].node.name
+            place, first = _place_of(product.node), kept[0].node.name
             notes.append(f"left out {place}: of another kind than {first}")
     return [_with_own_scales(product, collective, gathers) for product in kept], tuple(notes)
 
 
-def _placed(node: fx.Node) -> str:
+def _place_of(node: fx.Node) -> str:
     return f"{node.name} at {nodes.source_line(node)}"
 
 

@@ -385,7 +385,7 @@ def _replace_composite(node: fx.Node) -> None:
     traced = trace(call, inputs)
     if traced.find_nodes(op="get_attr"):
         return  # constants, which the graph cannot hold
-    results = inlined(traced, inputs, node)
+    results = inline(traced, inputs, node)
     if isinstance(results, fx.Node):
         pairs = [(node, results)]
     else:  # a list, whose entries the graph reads
@@ -408,7 +408,7 @@ def trace(function: Callable[..., object], inputs: Sequence[fx.Node], **options:
         return make_fx(function, tracing_mode="real", **options)(*values).graph
 
 
-def inlined(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
+def inline(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
     """Copy a graph of :func:`trace` before ``like``, with its origin, and return the results' nodes."""
     copies = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     with like.graph.inserting_before(like):
@@ -460,7 +460,7 @@ VLLM = tuple(name for name in STARTS if name.startswith("vllm"))  # it has ops o
 NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
 
 
-def others(graph: fx.Graph) -> list[fx.Node]:
+def other_collectives(graph: fx.Graph) -> list[fx.Node]:
     """Return collectives of the graph that :func:`find` does not find, without ops already fused."""
     left = []
     for node in graph.nodes:
@@ -497,7 +497,7 @@ def at(node: fx.Node) -> Collective | None:
         return None
     result, dim = waited, named.get("dim", 0) % max(value(input).dim(), 1)
     if "dim" not in named and kind == "all_gather":
-        result, dim = _joined(waited, size) or (result, dim)
+        result, dim = _cat_of(waited, size) or (result, dim)
     if "dim" not in named and kind == "reduce_scatter":
         input, dim = _cut(input, size) or (input, dim)
     reduce_op = str(named.get("reduce_op", "sum")).lower()
@@ -512,7 +512,7 @@ def _size_of(name: object) -> int | None:
         return None
 
 
-def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
+def _cat_of(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     """Return the cat, along another dim, of all slices along dim 0 of a gathered tensor."""
     parts = _slices(waited, 0, size)
     if parts is None:

@@ -99,7 +99,7 @@ def find(collective: Collective) -> GraphNorm | None:
         if not keeps_columns(user):
             return None
         reduced = user
-    for source, added in _biased(reduced):
+    for source, added in _biased_nodes(reduced):
         norm = next(_norms(source), None)
         if norm is None:
             continue
@@ -144,7 +144,7 @@ def _in_root(node: fx.Node) -> bool:
     return adds and all(user.target in (torch.rsqrt, "rsqrt", "rsqrt_") for user in node.users)
 
 
-def _biased(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+def _biased_nodes(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """Yield the nodes to which a residual may be added, each with the bias that it has."""
     yield reduced, None
     user = only_user(reduced)
@@ -160,9 +160,9 @@ def _norms(reduced: fx.Node) -> Iterator[GraphNorm]:
         kinds = ("rms", _rms), ("layer", _layer)
         for source, (kind, build) in itertools.product(chain_of_reshapes(total), kinds):
             for ends in build(source):
-                yield _finished(kind, dtype, total, residual, *ends)
+                yield _finish(kind, dtype, total, residual, *ends)
         for source in chain_of_reshapes(total) if value(total).dtype == dtype else ():
-            yield from _called(source, total, residual)
+            yield from _called_norms(source, total, residual)
 
 
 def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
@@ -212,7 +212,7 @@ def _rms(total: fx.Node) -> Iterator[Ends]:
                 if not is_call(mean, aten.mean.dim) or mean.kwargs:
                     continue
                 if list(mean.args)[2:] == [True] and _last(x, mean.args[1]):
-                    yield from _scaled(x, mean)
+                    yield from _scaled_ends(x, mean)
 
 
 def _layer(total: fx.Node) -> Iterator[Ends]:
@@ -228,7 +228,7 @@ def _layer(total: fx.Node) -> Iterator[Ends]:
             items = {int(each.args[1]): each for each in found.users}  # type: ignore[arg-type]
             for centred in items[1].users if set(items) == {0, 1} else ():
                 if is_call(centred, aten.sub.Tensor) and list(centred.args) == [x, items[1]]:
-                    yield from _scaled(centred, items[0])
+                    yield from _scaled_ends(centred, items[0])
 
 
 def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
@@ -241,7 +241,7 @@ def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
     yield float(eps), outputs[0]  # type: ignore[arg-type]
 
 
-def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
+def _scaled_ends(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
     """Yield ``x`` times the reciprocal square root of ``variance`` and an eps."""
     for added in variance.users:
         if not is_call(added, *ADDS) or not isinstance(added.args[1], float):
@@ -253,7 +253,7 @@ def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
                         yield float(added.args[1]), node
 
 
-def _finished(
+def _finish(
     kind: str,
     dtype: torch.dtype,
     total: fx.Node,
@@ -274,10 +274,10 @@ def _finished(
             node = user
         vectors = list(found.values())
     weight, bias = _vectors(dtype, vectors)
-    return _quantised(GraphNorm(kind, dtype, eps, total, node, residual, weight, bias))
+    return _with_quantisation(GraphNorm(kind, dtype, eps, total, node, residual, weight, bias))
 
 
-def _quantised(norm: GraphNorm) -> GraphNorm:
+def _with_quantisation(norm: GraphNorm) -> GraphNorm:
     """Return the norm with the quantisation after it, if there is one and an op supports it."""
     if norm.normed is None:
         return norm
@@ -343,7 +343,7 @@ QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
 BY_INPUT = ("_C::rms_norm_static_fp8_quant", "_C::fused_add_rms_norm_static_fp8_quant")
 
 
-def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterator[GraphNorm]:
+def _called_norms(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterator[GraphNorm]:
     """Yield RMSNorms of ``source``, which is ``total`` or a reshape of it, by ops known by name."""
     for user in source.users:
         call = named_call(user)
@@ -359,12 +359,12 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         if residual is not None and added is not None:
             continue  # this op norms another tensor than the sum
         if call.name in ALONE:
-            yield _quantised(
+            yield _with_quantisation(
                 GraphNorm(*about, total, results.get(ALONE[call.name]), residual, weight)
             )
         elif call.name in ADDS_TOO:
             normed, after = (results.get(each) for each in ADDS_TOO[call.name])
-            yield _quantised(GraphNorm(*about, after, normed, added, weight))
+            yield _with_quantisation(GraphNorm(*about, after, normed, added, weight))
         elif call.name == QUANTISES or call.name in BY_INPUT:
             after = total if added is None else results.get("residual")
             before, fp8 = residual if added is None else added, results.get("result")

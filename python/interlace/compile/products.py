@@ -176,7 +176,7 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
             raise Unfit("a sum of scaled or batched matmuls")
         return found
     if is_call(inside, aten.mul.Tensor):
-        return [_multiplied(inside)]
+        return [_multiply_product(inside)]
     if not is_matmul(inside):
         name = getattr(inside.target, "__name__", inside.target)
         raise Unfit(f"the reduced tensor is not from a matmul: {name}")
@@ -186,7 +186,7 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
     return [product]
 
 
-def _multiplied(node: fx.Node) -> GraphProduct:
+def _multiply_product(node: fx.Node) -> GraphProduct:
     """Return a product times a number, as in torchao's NVFP4 (the tensors' whole scales); raise Unfit."""
     for one, number in (node.args, node.args[::-1]):
         if not isinstance(one, fx.Node) or not isinstance(number, fx.Node):

@@ -21,7 +21,7 @@ from interlace.compile.graph_nodes import (
     Unfit,
     aten,
     call,
-    inlined,
+    inline,
     is_call,
     same,
     shape,
@@ -36,7 +36,7 @@ from interlace.compile.scales import block_operands
 from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
 from interlace.ops.matmul import functional
-from interlace.ops.matmul.norms import listed
+from interlace.ops.matmul.norms import list_results
 from interlace.ops.op.async_tensor import wait
 
 WITH_MATMULS = {
@@ -55,7 +55,7 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
     return name if norm is None else f"{name}_norm"
 
 
-def _traced(
+def _trace(
     function: Callable[..., Sequence[Any]], *operands: Any
 ) -> Callable[[fx.Node], Sequence[fx.Node]]:
     """Trace ``function`` of ``operands``, whose nodes become tensors; its errors become Unfit.
@@ -75,7 +75,7 @@ def _traced(
     except (ValueError, TypeError, RuntimeError) as error:
         raise Unfit(str(error)) from None
     traced.eliminate_dead_code()
-    return lambda like: inlined(traced, nodes, like)
+    return lambda like: inline(traced, nodes, like)
 
 
 def _start(name: str, collective: Collective, **options: object) -> list[Any]:
@@ -120,7 +120,7 @@ def _lengths(lengths: Sequence[Any]) -> list[int]:
     return [length if static(length) else -1 for length in lengths]
 
 
-def _reshaped(tensor: Any, lengths: Sequence[Any]) -> Any:
+def _reshape(tensor: Any, lengths: Sequence[Any]) -> Any:
     if same(tensor.shape, lengths) or len(lengths) == tensor.dim() == 2:
         return tensor
     return tensor.reshape(_lengths(lengths))
@@ -170,7 +170,7 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite
             entries.append(_run("all_gather_matmul", collective, **arguments))
         return [torch.stack(outputs) for outputs in zip(*entries, strict=True)]
 
-    insert = _traced(gathering, collective.input, of_rows, [*map(_factors, products)])
+    insert = _trace(gathering, collective.input, of_rows, [*map(_factors, products)])
 
     def rewrite() -> None:
         outputs = insert(first.node)
@@ -237,7 +237,7 @@ def fuse_reduction(
             if len(products) > 1:
                 rows = torch.cat([left.reshape(-1, left.shape[-1]) for left in inputs], 1)
                 right = torch.cat([weight for weight, *_ in factors])
-            rows = _reshaped(rows, [*lead, rows.shape[-1]])
+            rows = _reshape(rows, [*lead, rows.shape[-1]])
             arguments["weight"] = right
         if first is not None and scales is not None and first.blocks:
             tensors = rows, of_input, right, of_right
@@ -253,14 +253,14 @@ def fuse_reduction(
                 options |= {"norm": row_norm, "quantize": tail["quantize"] or None}
                 options |= {"bias": tail["bias"], "residual": tail["residual"]}
             replacement = form(*both, collective.reduce_op, **options)
-            outputs = [replacement] if norm is None else listed(replacement)
+            outputs = [replacement] if norm is None else list_results(replacement)
             return [
                 wait(each) for each, old in zip(outputs, replaced, strict=False) if old is not None
             ]
         if scales is not None:
             op = f"scaled_{name}"
             if of_input.numel() != 1:
-                of_input = _reshaped(of_input, [*rows.shape[:-1], 1])
+                of_input = _reshape(of_input, [*rows.shape[:-1], 1])
             arguments |= {"input_scale": of_input, "weight_scale": of_right}
             arguments |= {"out_dtype": scales.out_dtype, "use_fast_accum": scales.fast}
         if norm is not None:
@@ -269,7 +269,7 @@ def fuse_reduction(
         return [wait_tensor(output) for output, old in pairs if old is not None]
 
     of_input = None if scales is None else scales.left
-    insert = _traced(reducing, inputs, of_input, [*map(_factors, products)], vectors)
+    insert = _trace(reducing, inputs, of_input, [*map(_factors, products)], vectors)
 
     def rewrite() -> None:
         outputs = iter(insert(result))

@@ -44,7 +44,7 @@ from interlace.ops.matmul.formats import (
     Scaled,
     operand_format,
     swizzled,
-    unswizzled,
+    unswizzle,
 )
 
 
@@ -143,7 +143,7 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
         raise Unfit("its scales are in tiles of 8 x 4")
     left, right = named["left"], named["right"]
     (of_left, *more), (of_right, *more_right) = map(
-        _listed, (named["left_scale"], named["right_scale"])
+        _as_list, (named["left_scale"], named["right_scale"])
     )
     whole = [each for each in (*more, *more_right, named.get("whole")) if each is not None]
     recipe = _number(named.get("right_recipe"))
@@ -181,13 +181,13 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
     return left, right, named.get("bias"), scales
 
 
-def _listed(scales: Any) -> list[Any]:
+def _as_list(scales: Any) -> list[Any]:
     return list(scales) if isinstance(scales, (list, tuple)) else [scales]
 
 
 def _number(recipe: Any) -> int:
     """Return the first number of a list of enums or ints, or a single one; 0 if there is no number."""
-    first = next(iter(_listed(recipe)), None) or 0
+    first = next(iter(_as_list(recipe)), None) or 0
     return int(getattr(first, "value", first))
 
 
@@ -322,7 +322,7 @@ def _arrives(
         found = _run(chain, {gather.result: torch.cat(parts, gather.dim)}, scales.left)
         found = found.contiguous().view(-1).view(dtype)
         if scales.swizzled:
-            found = unswizzled(found, rows, blocks)
+            found = unswizzle(found, rows, blocks)
         yield torch.equal(found.reshape(-1), wanted.reshape(-1))
 
 
@@ -334,7 +334,7 @@ def _bytes_as_numbers(dtype: torch.dtype) -> torch.dtype:
 def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.Node) -> Any:
     """Run a chain of nodes on known tensors, on the CPU."""
 
-    def replaced(each: object) -> object:
+    def replace_node(each: object) -> object:
         if isinstance(each, fx.Node):
             return values[each]
         if isinstance(each, torch.dtype):
@@ -344,7 +344,7 @@ def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.
     values: dict[fx.Node, Any] = dict(known)
     for node in chain:
         target: Any = node.target
-        args, kwargs = tree_map(replaced, (node.args, node.kwargs))
+        args, kwargs = tree_map(replace_node, (node.args, node.kwargs))
         if target in RESHAPES:
             target = aten.reshape.default
         values[node] = target(*args, **kwargs)

@@ -40,7 +40,7 @@ _groups: Known = weakref.WeakKeyDictionary()  # by ranks and tag
 _names: Known = weakref.WeakKeyDictionary()
 
 
-def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
+def check_ranks(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
     """Return ``ranks`` if they are distinct ranks of ``whole``; raise TypeError or ValueError otherwise."""
     try:
         members = list(ranks)
@@ -59,8 +59,8 @@ def chosen(whole: Communicator, lists: Sequence[Any]) -> tuple[int, ...]:
     """Return ``lists`` if it is a list of ranks, otherwise the list in it that has the caller's rank."""
     with whole.accepting():
         if not lists or not all(isinstance(each, (list, tuple)) for each in lists):
-            return checked(lists, whole)
-        rows = [checked(each, whole) for each in lists]
+            return check_ranks(lists, whole)
+        rows = [check_ranks(each, whole) for each in lists]
         sizes = [len(row) for row in rows]
         if len(set(sizes)) != 1:
             raise ValueError(f"group: all groups must have the same size, got sizes {sizes}")
@@ -79,7 +79,7 @@ def group_of(whole: Communicator, ranks: tuple[int, ...], tag: str = "") -> Comm
     known = _groups.setdefault(whole, {})
     found = known.get((ranks, tag))
     if found is None:
-        found = known[ranks, tag] = made(whole, ranks, _generation(tag))
+        found = known[ranks, tag] = make_group(whole, ranks, _generation(tag))
     return found
 
 
@@ -90,7 +90,7 @@ def _generation(tag: str) -> int:
     return FIRST_TAGGED - int.from_bytes(digest, "big")
 
 
-def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
+def make_group(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
     """Make a new group of these ranks; only they call."""
     if whole.rank not in ranks:
         raise ValueError(f"group: rank {whole.rank} is not a member of {list(ranks)}")
@@ -143,7 +143,7 @@ def name(whole: Communicator, group_name: str, communicator: Communicator) -> No
     known[group_name] = communicator
 
 
-def named(whole: Communicator, group_name: str) -> Communicator | None:
+def group_named(whole: Communicator, group_name: str) -> Communicator | None:
     """Return the group of that name, if interlace made it."""
     if group_name == DEFAULT_NAME:
         return whole
@@ -219,7 +219,7 @@ def default_group() -> Communicator:
                 "no group: call this inside a function run by interlace.run, or start the script "
                 "with torchrun, srun or mpirun, or call torch.distributed.init_process_group first"
             )
-        communicator = joined() or init()
+        communicator = joined_group() or init()
     return communicator
 
 
@@ -229,7 +229,7 @@ def _is_left_over() -> bool:
     )
 
 
-def joined() -> Communicator | None:
+def joined_group() -> Communicator | None:
     """Return the caller's default group, or None if it would have to be made first."""
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
@@ -239,7 +239,7 @@ def joined() -> Communicator | None:
     return communicator
 
 
-def simulated() -> int:
+def simulated_ranks() -> int:
     """Return the number of ranks that torch's ``LocalTensorMode`` simulates in this process, or 0."""
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
@@ -258,13 +258,13 @@ class OnInterlace:
 
 def world_size_of(name: str) -> int:
     """Return the size of the group of that name. A group of torch need not be joined for it."""
-    if dist.is_initialized() and (simulated() or joined() is None):
+    if dist.is_initialized() and (simulated_ranks() or joined_group() is None):
         if name == DEFAULT_NAME:
             return dist.get_world_size()
         with contextlib.suppress(RuntimeError, LookupError, ValueError):
             return int(torch_groups.resolve(name).size())
-    elif name == DEFAULT_NAME and simulated():
-        return simulated()
+    elif name == DEFAULT_NAME and simulated_ranks():
+        return simulated_ranks()
     return resolve(name).world_size
 
 
@@ -408,7 +408,7 @@ def check_group(group: object, of_handle: object) -> None:
 
 def _from_name(name: str) -> Communicator:
     whole = default_group()
-    found = named(whole, name)
+    found = group_named(whole, name)
     if found is not None:
         return found
     try:

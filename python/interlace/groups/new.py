@@ -59,7 +59,9 @@ def new_group(
     """
     parent = resolve(group)
     with parent.accepting("" if use_local_synchronization else "new_group"):
-        members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
+        members = rank_lists.check_ranks(
+            range(parent.world_size) if ranks is None else ranks, parent
+        )
         seconds = None if timeout is None else positive_seconds("timeout", timeout)
         if not isinstance(name, (str, NoneType)):
             raise TypeError(f"name must be a str or None, got {name!r}")
@@ -71,7 +73,7 @@ def new_group(
             return _OUTSIDE
         count = _made_locally.setdefault(parent, Counter())
         count[members] += 1
-        communicator = rank_lists.made(parent, members, rank_lists.ALONE - count[members])
+        communicator = rank_lists.make_group(parent, members, rank_lists.ALONE - count[members])
     else:
         communicator = parent.split(members)
     if communicator is None:
@@ -141,7 +143,7 @@ def _by_enumeration(
             raise TypeError(f"{name} must be a list of lists of ranks, got {lists!r}")
         if not lists:
             raise ValueError(f"{name} must not be empty, got {lists!r}")
-        rows = [rank_lists.checked(each, parent) for each in lists]
+        rows = [rank_lists.check_ranks(each, parent) for each in lists]
         if timeout is not None:
             positive_seconds("timeout", timeout)
         count = Counter(each for row in rows for each in row)
@@ -196,7 +198,7 @@ def shrink(group: object = None) -> Any:
     1
     >>> dist.destroy_process_group()
     """
-    return _reunited(group, None)
+    return _reunite(group, None)
 
 
 def rebuild(group: object, ranks: Sequence[int]) -> Any:
@@ -215,20 +217,20 @@ def rebuild(group: object, ranks: Sequence[int]) -> Any:
     """
     whole = _known_group(group)
     with whole.accepting():
-        members = rank_lists.checked(ranks, whole)
+        members = rank_lists.check_ranks(ranks, whole)
         if whole.rank not in members:
             raise ValueError(f"rank {whole.rank} is not one of ranks {list(members)}")
-    return _reunited(group, members)
+    return _reunite(group, members)
 
 
 def _known_group(group: object) -> Communicator:
     """Return the communicator of ``group``, which must have been made."""
-    if group is None and groups.joined() is None:
+    if group is None and groups.joined_group() is None:
         raise InterlaceError("there is no group to continue from: no default group has been made")
     return resolve(group)
 
 
-def _reunited(group: object, ranks: Sequence[int] | None) -> Any:
+def _reunite(group: object, ranks: Sequence[int] | None) -> Any:
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if isinstance(group, groups.OnInterlace):

@@ -157,7 +157,7 @@ def _of_default() -> tuple[str, int]:
 
 @assume_constant_result
 def _of_name(name: str) -> tuple[str, int]:
-    whole = groups.joined()
+    whole = groups.joined_group()
     found = None if whole is None else _bound.get(whole, {}).get(name)
     return name, groups.world_size_of(name) if found is None else found.world_size
 
@@ -174,7 +174,7 @@ def _of_object(address: int) -> tuple[str, int]:
 @assume_constant_result
 def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     index = rank_lists.mesh_dim(mesh, dim)
-    if groups.simulated():
+    if groups.simulated_ranks():
         return _of_ranks(rank_lists.all_rows(mesh, index), "")
     if dist.is_initialized():
         torch_group = mesh.get_group(index)
@@ -185,8 +185,8 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
 @assume_constant_result
 def rank_in(name: str, size: int) -> int | None:
     """Return the caller's rank in a traced ``(name, size)``, or None if it cannot be known yet."""
-    whole = groups.joined()
-    if whole is None or groups.simulated():
+    whole = groups.joined_group()
+    if whole is None or groups.simulated_ranks():
         return None
     try:
         if name.startswith(RANKS):
@@ -202,7 +202,7 @@ def size_of(name: str) -> int:
 
 def bind(name: str, size: int) -> Communicator:
     """Return the caller's communicator of a traced ``(name, size)``; raise ValueError without one."""
-    if groups.simulated():
+    if groups.simulated_ranks():
         raise TypeError(
             f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it "
             "supports LocalTensorMode itself, but no class derived from it"
@@ -225,7 +225,7 @@ def bind(name: str, size: int) -> Communicator:
 
 
 def _find(whole: Communicator, name: str) -> Communicator:
-    found = _bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
+    found = _bound.get(whole, {}).get(name) or rank_lists.group_named(whole, name)
     if found is not None:
         return found
     if not name.startswith(RANKS):

@@ -321,7 +321,7 @@ def _communicator(tp_group: object, input: Tensor) -> Communicator | None:
         state = sys.modules.get(PARALLEL_STATE)
         if state is not None and state.model_parallel_is_initialized():
             tp_group = state.get_tensor_model_parallel_group()
-        elif groups.joined() is None and not dist.is_initialized():
+        elif groups.joined_group() is None and not dist.is_initialized():
             return None
     if isinstance(tp_group, dist.ProcessGroup) and tp_group.size() == 1:
         return None

@@ -79,15 +79,15 @@ def with_options(constructor: Constructor) -> Constructor:
     shown = signature.replace(parameters=[*parameters, *keywords])
 
     @functools.wraps(constructor)
-    def checked(*parameters: object, **options: object) -> None:
+    def check_options(*parameters: object, **options: object) -> None:
         for name in options:
             if name not in shown.parameters:
                 text = f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}"
                 raise TypeError(text)
         constructor(*parameters, **options)
 
-    checked.__signature__ = shown  # type: ignore[attr-defined]
-    return cast("Constructor", checked)
+    check_options.__signature__ = shown  # type: ignore[attr-defined]
+    return cast("Constructor", check_options)
 
 
 class LinearParameters(ShardedModule):

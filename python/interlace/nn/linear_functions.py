@@ -411,12 +411,12 @@ def _linear(
     return output
 
 
-def _finished(result: Started | Tensor) -> list[Tensor]:
+def _finish(result: Started | Tensor) -> list[Tensor]:
     """Return the complete outputs as separate tensors: autograd forbids in-place changes of views."""
     return [output.data for output in finish(result)] if isinstance(result, Started) else [result]
 
 
-def _deferred(layer: Layer) -> DeferredWeightGradients | None:
+def _deferral_of(layer: Layer) -> DeferredWeightGradients | None:
     """Return the object where this backward leaves the weights' gradients, or None."""
     return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
 
@@ -466,7 +466,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                     format=layer.format,
                 )
                 op = op_of("all_gather_matmul", layer.format)
-                outputs = _finished(op.start(layer.communicator, call))
+                outputs = _finish(op.start(layer.communicator, call))
                 if keep:
                     kept = outputs.pop()
             else:
@@ -495,12 +495,12 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             rows = {i: rows_of(grads[i].to(kept.dtype), layer.dim) for i in used}  # type: ignore[union-attr]
             input = rows_of(kept, layer.dim)
             over = None if ctx.with_gathered else layer.communicator
-            deferred = _deferred(layer) if wanted else None
+            deferred = _deferral_of(layer) if wanted else None
             ctx.shared, ctx.weighed = needed[2], [deferred is None for _ in wanted]
             products, factors = [rows[i] for i in used], [weights[i].t() for i in used]
             # the gather runs while the gradient of the input is computed
             whole, of_input = start_gradients(ctx, input, products, factors, start=start_unrecorded)
-            input = _finished(whole)[0]
+            input = _finish(whole)[0]
             learning = [ctx.parameters[i] for i in wanted]
             found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
         of_weights = dict(zip(wanted, found, strict=True))
@@ -509,7 +509,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             if needed[3 + count + i]:
                 of_biases[i] = grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
         if of_input is not None:
-            of_input = _unrows(_finished(of_input)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
+            of_input = _unrows(_finish(of_input)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
         return (None, None, of_input, *[of_weights.get(i) for i in range(count)], *of_biases)
 
 
@@ -538,7 +538,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
                     local, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype,
                     format=layer.format,
                 )  # fmt: skip
-                (output,) = _finished(op_of(call.op, layer.format).start(communicator, call))
+                (output,) = _finish(op_of(call.op, layer.format).start(communicator, call))
         layer.prepare(ctx)
         ctx.parameter, ctx.arguments = weight, ReductionArguments(None, format=layer.format)
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
@@ -568,12 +568,12 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 if over is not None:
                     bias_sum = _all_reduce(over, (of_bias,), async_op=True)
             if of_input is not None:
-                of_input, *rest = _finished(of_input)
+                of_input, *rest = _finish(of_input)
                 whole = rest[0] if rest else whole
             if weighed:
                 input = rows_of(kept, layer.dim)
                 (of_weight,) = _of_weights(
-                    layer, _deferred(layer), [ctx.parameter], _finished(whole), input, None
+                    layer, _deferral_of(layer), [ctx.parameter], _finish(whole), input, None
                 )
         if of_input is not None:
             of_input = _unrows(of_input, kept.shape, layer.dim).to(ctx.input_dtype)

@@ -319,7 +319,7 @@ class MoE(ShardedModule):
             routed = self.router_options(F.linear(x.float(), router.float()), self.expert_bias)
         self._routed = routed.chosen, routed.share
         if self._chosen is not None and self.training:
-            self._chosen += _counted(routed.chosen, self.num_experts)
+            self._chosen += _count_choices(routed.chosen, self.num_experts)
         return routed.kept, routed.weights
 
     def _compared(self) -> Terms:
@@ -393,7 +393,7 @@ class MoE(ShardedModule):
         if self._routed is None:
             raise RuntimeError("load_balance: there was no forward yet; call the layer first")
         chosen, share = self._routed
-        counts = F.pad(_counted(chosen, self.num_experts), (0, 1), value=chosen.shape[0])
+        counts = F.pad(_count_choices(chosen, self.num_experts), (0, 1), value=chosen.shape[0])
         _all_reduce(self.group.on(counts), (counts,))
         rows, tokens = counts[:-1], counts[-1].clamp(min=1)
         even = rows.to(share.dtype) / (tokens * self.topk)
@@ -440,7 +440,7 @@ class MoE(ShardedModule):
         return f"{self.hidden_size}, {experts}, world_size={self.group.world_size}"
 
 
-def _counted(chosen: Tensor, experts: int) -> Tensor:
+def _count_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return how often each expert was chosen. The host does not wait for the result."""
     flat = chosen.reshape(-1)
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))

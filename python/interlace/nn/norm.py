@@ -44,7 +44,7 @@ class _Norm(ShardedModule):
             if self._parameters[name] is not None:
                 yield name, fill(self.normalized_shape, device=device, dtype=dtype)
 
-    def _shared(self) -> tuple[torch.Tensor | None, ...]:
+    def _share(self) -> tuple[torch.Tensor | None, ...]:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if not self.sequence_parallel:
             return weight, bias
@@ -89,7 +89,7 @@ class LayerNorm(_Norm):
         self.eps: float = eps
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._shared()
+        weight, bias = self._share()
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -121,4 +121,4 @@ class RMSNorm(_Norm):
         self.eps = eps
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.rms_norm(input, self.normalized_shape, self._shared()[0], self.eps)
+        return F.rms_norm(input, self.normalized_shape, self._share()[0], self.eps)

@@ -47,7 +47,7 @@ def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
+def _reduce(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
     return finish(records.ALL_REDUCE.begin(group, (tensor.detach(), "sum")))[0]
 
 
@@ -167,7 +167,7 @@ def reduce_from_group(tensor: Tensor, *, group: Group = None) -> Tensor:
     >>> interlace.run(lambda: nn.reduce_from_group(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is)
+    return _pass("reduce_from_group", tensor, None, group, _reduce, _as_it_is)
 
 
 def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:

@@ -429,11 +429,11 @@ def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
     mesh, placements = layout(sharding, value.device_mesh.device_type)
     same_ranks = torch.equal(value.device_mesh.mesh, mesh.mesh)
     same = same_ranks and tuple(value.placements) == tuple(placements)
-    return value.to_local() if same else _gathered(value)
+    return value.to_local() if same else _gather_whole(value)
 
 
 @torch.no_grad()
-def _gathered(value: Any) -> torch.Tensor:
+def _gather_whole(value: Any) -> torch.Tensor:
     """Return the whole of a DTensor, even on a mesh without torch's process groups, as for a rank list."""
     from interlace.tensor import from_dtensor
 

@@ -176,7 +176,7 @@ def vocab_parallel_cross_entropy(
     """
     communicator = resolve(group).on(logits)
     with communicator.accepting(NAME):
-        classes, first = _checked(logits, target, vocab_size, ignore_index, communicator)
+        classes, first = _check_classes(logits, target, vocab_size, ignore_index, communicator)
         checks.one_of("reduction", reduction, REDUCTIONS)
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be within 0..1, got {label_smoothing}")
@@ -191,7 +191,7 @@ def vocab_parallel_cross_entropy(
     return total if reduction == "sum" else total / counted.sum()
 
 
-def _checked(
+def _check_classes(
     logits: Any, target: Any, vocab_size: Any, ignore_index: int, communicator: Communicator
 ) -> tuple[int, int]:
     """Return the number of classes on all ranks, and this rank's first class."""

@@ -68,7 +68,7 @@ def _rule(name: str, rule: Callable[..., Any]) -> None:
 def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if mode._disable:
         return func(*args, **(kwargs or {}))
-    sizes = [len(row) for row in _known(mode, args[0], None)]
+    sizes = [len(row) for row in _known_groups(mode, args[0], None)]
     if min(sizes) != max(sizes):
         raise ValueError(f"group {args[0]!r} stands for groups of different sizes, {sizes}")
     return sizes[0]
@@ -90,7 +90,7 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
                 f"{written} must be a LocalTensor like the other tensors, got {type(target).__name__}"
             )
         with _outside():
-            results = _computed(op, mode, args, ranks)
+            results = _compute(op, mode, args, ranks)
             if written:
                 for rank, (output,) in results.items():
                     _write(written, target._local_tensors[rank], output, rank)
@@ -143,7 +143,7 @@ def _outside() -> Any:
         yield
 
 
-def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
+def _compute(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
     *values, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
@@ -163,7 +163,7 @@ def _on_rank(value: Any, rank: int) -> Any:
 
 def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> RankLists:
     """Return the groups with simulated ranks among all groups that ``name`` stands for."""
-    rows = _known(mode, name, size)
+    rows = _known_groups(mode, name, size)
     if any(len(row) != size for row in rows):
         raise ValueError(f"group {name!r} is {rows}, but the op was called for {size} ranks")
     held = set(ranks)
@@ -184,7 +184,7 @@ def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> RankLists:
     return chosen
 
 
-def _known(mode: Any, name: str, size: int | None) -> RankLists:
+def _known_groups(mode: Any, name: str, size: int | None) -> RankLists:
     """Return all groups that ``name`` stands for; ``size`` None means unknown."""
     everyone = sorted(mode.ranks)
     if name in _defined:
@@ -196,7 +196,7 @@ def _known(mode: Any, name: str, size: int | None) -> RankLists:
         return [list(range(world)) if dist.is_initialized() else everyone]
     members = _alive(name)
     if members is not None:
-        return _shifted(name, members, max(world, everyone[-1] + 1))
+        return _shift(name, members, max(world, everyone[-1] + 1))
     if size is not None and size != len(everyone):
         raise ValueError(
             f"group {name!r} has {size} ranks, but {len(everyone)} are simulated: pass the ranks of all "
@@ -207,9 +207,9 @@ def _known(mode: Any, name: str, size: int | None) -> RankLists:
 
 def _alive(name: str) -> Sequence[int] | None:
     """Return the ranks of the group with this name on the real rank of this process, or None."""
-    whole = groups.joined()
+    whole = groups.joined_group()
     if whole is not None:
-        found = specs._bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
+        found = specs._bound.get(whole, {}).get(name) or rank_lists.group_named(whole, name)
         if found is not None:
             return found.ranks
     if not dist.is_initialized():
@@ -221,7 +221,7 @@ def _alive(name: str) -> Sequence[int] | None:
     return dist.get_process_group_ranks(group)
 
 
-def _shifted(name: str, members: Sequence[int], world: int) -> RankLists:
+def _shift(name: str, members: Sequence[int], world: int) -> RankLists:
     """Return ``members`` and the same pattern shifted to every first rank that is left, as in a mesh."""
     pattern = [rank - members[0] for rank in members]
     if pattern != sorted(pattern):

@@ -149,7 +149,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
+def count_in_bar() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
     """Yield a function that begins a bar, of a text and a count; call its result after each step."""
     bars = _bars("MofNCompleteColumn")
     if bars is None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.runtime.compat.launchers import variables
-from interlace.runtime.compat.releases import installed, untried
+from interlace.runtime.compat.releases import installed_release, untried_releases
 from interlace.runtime.core.errors import PlaceUnavailableError
 
 MachineFacts = dict[str, Any]
@@ -31,11 +31,11 @@ DEVICE_LIBRARY = "libnvshmem_device.bc"
 def inspect_machine() -> MachineFacts:
     """Return all facts, as values that JSON can hold."""
     return {
-        "python": installed("Python"),
+        "python": installed_release("Python"),
         "interlace": _version("interlace"),
         "torch": _probe(_torch),
-        "triton": {"version": _version("triton"), "interpreted": _interpreted()},
-        "untried": untried(),
+        "triton": {"version": _version("triton"), "interpreted": _is_interpreted()},
+        "untried": untried_releases(),
         "numpy": _version("numpy"),
         "greenlet": _version("greenlet"),
         "cupy": next((f"{name} {v}" for name in CUPY if (v := _version(name))), None),
@@ -61,7 +61,7 @@ def inspect_machine() -> MachineFacts:
         },
         "hosts": {
             "this_host": _probe(_this_host),
-            "launched": _probe(_launched),
+            "launched": _probe(_launcher_in_words),
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
@@ -86,7 +86,7 @@ def _version(distribution: str) -> str | None:
     return str(found) if found else None
 
 
-def _interpreted() -> bool:
+def _is_interpreted() -> bool:
     """Return whether interlace's kernels are interpreted, as decided when they were imported."""
     from interlace.kernels import signal
     from interlace.runtime.compat.triton_interpreter import InterpretedFunction
@@ -158,7 +158,7 @@ def _this_host() -> str:
     return f"{platform.node()} ({digest})"
 
 
-def _launched() -> str | None:
+def _launcher_in_words() -> str | None:
     """Describe the ranks that a launcher has put on this host; return None if this is not a rank."""
     found = variables(os.environ)
     here = f"{found['LOCAL_WORLD_SIZE']} " if "LOCAL_WORLD_SIZE" in found else ""

@@ -430,11 +430,11 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
 
     # -- names that torch before 2.13 calls ----------------------------------------------------
 
-    _allgather_base = torch_groups.renamed("all_gather_single")
-    _reduce_scatter_base = torch_groups.renamed("reduce_scatter_single")
-    alltoall_base = torch_groups.renamed("all_to_all_single")
-    allgather_into_tensor_coalesced = torch_groups.renamed("all_gather_single_coalesced")
-    reduce_scatter_tensor_coalesced = torch_groups.renamed("reduce_scatter_single_coalesced")
+    _allgather_base = torch_groups.under_old_name("all_gather_single")
+    _reduce_scatter_base = torch_groups.under_old_name("reduce_scatter_single")
+    alltoall_base = torch_groups.under_old_name("all_to_all_single")
+    allgather_into_tensor_coalesced = torch_groups.under_old_name("all_gather_single_coalesced")
+    reduce_scatter_tensor_coalesced = torch_groups.under_old_name("reduce_scatter_single_coalesced")
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         plain = self._own(tensors)

@@ -109,7 +109,7 @@ class InterlaceProcessGroup(Collectives):
             seconds = timeout.total_seconds()
             place = connect.connect_place(store, rank, size, timeout=seconds, name=name)
         self._place, self._waits = place, place.group
-        self._store: Any = connect.signed(store)
+        self._store: Any = connect.sign(store)
         self._timeout = timeout
         self._group_name, self._group_description = name, "undefined"
         self._gloo: Any = None

@@ -237,7 +237,7 @@ def from_shapes(mesh_shape: Dims, placements: Placements, shapes: Sequence[Dims]
     return MeshSharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
 
 
-def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> MeshSharding:
+def chunk_sharding(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> MeshSharding:
     """Return the sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
     shapes = []
     for place in coordinates(mesh_shape):
@@ -280,7 +280,7 @@ def with_sizes(
 
 def unlike_chunks(sharding: MeshSharding) -> list[str]:
     """Return a line for each rank whose shape differs from the shape that ``torch.chunk`` makes."""
-    usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
+    usual = chunk_sharding(sharding.mesh_shape, sharding.placements, sharding.shape)
     both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
     return [
         f"rank {rank} has {length}, torch.chunk gives it {other}"

@@ -99,7 +99,7 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
     cases = request.cases
     for number, (dim, op, size) in enumerate(cases):
         call = _call(ops, op, size, request.mesh[dim], groups[dim], device)
-        found[dim, op, size] = _timed(call, request.calls(size), ops, device)
+        found[dim, op, size] = _time(call, request.calls(size), ops, device)
         if rank == 0:
             tick(number + 1, len(cases))
     return found
@@ -121,7 +121,7 @@ def _call(
     return lambda: ops.all_to_all_single(output, whole, group=group)
 
 
-def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device) -> list[float]:
+def _time(call: Callable[[], None], calls: int, ops: Any, device: torch.device) -> list[float]:
     synchronize: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for number in range(WARM_UP + calls):
@@ -202,7 +202,7 @@ def _rate(slope: float) -> float:
     return float(f"{1e-3 / slope:.6g}")
 
 
-def measured(
+def measured_mesh(
     request: CalibrationRequest, by_rank: Sequence[Times], backend: str, processes: str
 ) -> MeasuredMesh:
     """Return the mesh that the ranks' times describe. ``processes``: a word for the kind of the ranks."""

@@ -144,7 +144,7 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
     _same_sizes(parts, lengths, f"{list(lengths)} on the source, rank {root}")
 
 
-def shared(
+def share_facts(
     op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
 ) -> tuple[blocks.CutTensor, bool]:
     """Return the whole of the parts of all ranks, and whether any part requires gradients."""
@@ -220,7 +220,7 @@ class _Recorded(torch.autograd.Function):
         return of_input if ctx.own else None, None, None, None
 
 
-def recorded(
+def record(
     communicator: Communicator,
     op: str,
     result: torch.Tensor,

@@ -38,14 +38,14 @@ from torch.distributed.tensor import _collective_utils as utilities
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups import groups
-from interlace.groups.groups import resolve, simulated
+from interlace.groups.groups import resolve, simulated_ranks
 from interlace.groups.specs import bound
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import rootless
 from interlace.ops.collectives.all_to_all import _all_to_all, one_length_per_rank
 from interlace.ops.collectives.functional import all_to_all, broadcast, scatter
 from interlace.ops.collectives.rooted import _broadcast, _scatter
-from interlace.ops.op.async_tensor import AsyncTensor, wait, wrapped
+from interlace.ops.op.async_tensor import AsyncTensor, wait, wrap
 from interlace.ops.op.calls import direct
 from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
@@ -57,7 +57,7 @@ from interlace.tensor import blocks, facts
 from interlace.tensor.placeholder import Placeholder
 
 
-def _done(op: str, tensor: torch.Tensor, async_op: bool) -> Work | None:
+def _completed_work(op: str, tensor: torch.Tensor, async_op: bool) -> Work | None:
     """Return the Work of an op that needed no communication; None unless ``async_op``."""
     return Work(op, cast(Any, _Nowhere()), None, [tensor]) if async_op else None
 
@@ -68,7 +68,7 @@ class _Nowhere:
     rank, calls = 0, 0
 
 
-def _traced(tensor: object) -> bool:
+def _is_traced(tensor: object) -> bool:
     """Return whether to use the traceable op; the other op reports a ``tensor`` that is not a tensor."""
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -110,11 +110,11 @@ def mesh_broadcast(
     [0, 0, 2, 2]
     """
     if group_src is None or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
-        return _done("broadcast", tensor, async_op)
+        return _completed_work("broadcast", tensor, async_op)
     group = (mesh, mesh_dim)
-    if _traced(tensor):
+    if _is_traced(tensor):
         broadcast(tensor, group_src, group=group, out=tensor)
-        return _done("broadcast", tensor, async_op)
+        return _completed_work("broadcast", tensor, async_op)
     communicator = _row("broadcast", *group).on(tensor)
     return _broadcast(communicator, (tensor,), (None, group_src), async_op)
 
@@ -147,18 +147,18 @@ def mesh_scatter(
     [[0.0, 1.0], [2.0, 3.0]]
     """
     if isinstance(output, torch.Tensor) and output.is_meta:
-        return _done("scatter", output, async_op)
+        return _completed_work("scatter", output, async_op)
     group = (mesh, mesh_dim)
     if group_src is None:
         _take(output, scatter_list, _local_rank(mesh, mesh_dim))
-        return _done("scatter", output, async_op)
-    if _traced(output):
+        return _completed_work("scatter", output, async_op)
+    if _is_traced(output):
         if scatter_list is None:  # only its shape counts here
             rows = output.new_empty((mesh.size(mesh_dim), output.numel()))
         else:
             rows = torch.stack([each.reshape(-1) for each in scatter_list])
         output.copy_(scatter(rows, group_src, group=group).view(output.shape))
-        return _done("scatter", output, async_op)
+        return _completed_work("scatter", output, async_op)
     communicator = _row("scatter", *group).on(output)
     parts = scatter_list if communicator.rank == group_src else None
     return _scatter(communicator, (output, parts), (None, group_src), async_op)
@@ -180,7 +180,7 @@ def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: i
 
 
 def _local_rank(mesh: DeviceMesh, mesh_dim: int) -> int:
-    if dist.is_initialized() and not simulated():
+    if dist.is_initialized() and not simulated_ranks():
         return int(mesh.get_local_rank(mesh_dim))
     return bound((mesh, mesh_dim)).rank
 
@@ -218,7 +218,7 @@ def shard_dim_alltoall(
     """
     if isinstance(input, torch.Tensor) and not direct([input]):
         result = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
-        return wrapped(result) if async_op and not result.is_meta else result
+        return wrap(result) if async_op and not result.is_meta else result
     communicator = _row("all_to_all", mesh, mesh_dim).on(input)
     ranks, rank = communicator.world_size, communicator.rank
     with communicator.accepting("all_to_all"):
@@ -229,7 +229,11 @@ def shard_dim_alltoall(
         sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
     if gather_dim == shard_dim:  # this rank's shard is that chunk
         same = input.clone(memory_format=torch.contiguous_format)
-        return AsyncTensor(same, cast(Work, _done("all_to_all", same, True))) if async_op else same
+        return (
+            AsyncTensor(same, cast(Work, _completed_work("all_to_all", same, True)))
+            if async_op
+            else same
+        )
     shape = list(input.shape)
     shape[shard_dim], shape[gather_dim] = sizes[rank], ranks * shape[gather_dim]
     output, length = input.new_empty(shape), input.shape[gather_dim]
@@ -413,10 +417,10 @@ def scatter_v(
     total = source.shape[source.dim]
     lengths = source.sizes or blocks.chunk_lengths(total, communicator.world_size)
     cuts = blocks.along(source.shape, source.dim, lengths)
-    return scattered(communicator, tensor, cuts, root, source)
+    return scatter_block(communicator, tensor, cuts, root, source)
 
 
-def scattered(
+def scatter_block(
     communicator: Communicator,
     tensor: torch.Tensor | None,
     cuts: Sequence[blocks.Block],
@@ -441,7 +445,7 @@ def scattered(
         device, ranks = communicator.place.device, [communicator.ranks[root]]
         return Placeholder(whole.shape, dtype=whole.dtype, device=device, ranks=ranks)
 
-    return facts.recorded(communicator, "scatter_v", part, tensor, gradient)
+    return facts.record(communicator, "scatter_v", part, tensor, gradient)
 
 
 def gather_v(
@@ -475,11 +479,11 @@ def gather_v(
     communicator = resolve(group).on(tensor)
     with communicator.accepting(op):
         root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
-    whole, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
-    return gathered(whole, tensor, root, needs)
+    whole, needs = facts.share_facts(op, tensor, sizes, dim, communicator, (("root", root),))
+    return gather_blocks(whole, tensor, root, needs)
 
 
-def gathered(
+def gather_blocks(
     whole: blocks.CutTensor, tensor: torch.Tensor, root: int, requires_grad: bool
 ) -> torch.Tensor:
     """Return the whole on ``root``, a Placeholder elsewhere; in backward send each block's gradient."""
@@ -501,7 +505,7 @@ def gathered(
         part = whole.scatter(whole_grad, root)
         return torch.zeros_like(data) if part is None else part
 
-    return facts.recorded(communicator, "gather_v", result, tensor, gradient)
+    return facts.record(communicator, "gather_v", result, tensor, gradient)
 
 
 def all_gather_v(
@@ -532,7 +536,7 @@ def all_gather_v(
     with communicator.accepting(op):
         facts.check_accumulate(accumulate)
     terms = (("accumulate", accumulate),)
-    whole, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
+    whole, needs = facts.share_facts(op, tensor, sizes, dim, communicator, terms)
     data, result = tensor.detach(), whole.empty(whole.shape)
     in_rank(lambda: rootless._all_gather(communicator, (whole.parts(result), data)))
     if not needs:
@@ -540,12 +544,12 @@ def all_gather_v(
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
         whole_grad = facts.gradient_here(communicator, op, grad, whole.shape, data.dtype)
-        return _reduced(communicator, whole.parts(whole_grad), data, accumulate)
+        return _reduce(communicator, whole.parts(whole_grad), data, accumulate)
 
-    return facts.recorded(communicator, op, result, tensor, gradient)
+    return facts.record(communicator, op, result, tensor, gradient)
 
 
-def _reduced(
+def _reduce(
     communicator: Communicator,
     parts: list[torch.Tensor],
     like: torch.Tensor,
@@ -648,7 +652,7 @@ def indexed_all_to_all_v(
             total.index_add_(dim, where, each.to(wide))
         return total.to(data.dtype)
 
-    return facts.recorded(communicator, op, result, tensor, gradient)
+    return facts.record(communicator, op, result, tensor, gradient)
 
 
 def _checked_indices(indices: Any, length: int, communicator: Communicator) -> list[torch.Tensor]:

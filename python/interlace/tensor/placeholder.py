@@ -83,7 +83,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _inferred(func, args, kwargs or {})
+        return _infer(func, args, kwargs or {})
 
     def _refuse(self, action: str) -> PlaceholderError:
         where = f"ranks {list(self.ranks)} of the default group" if self.ranks else "other ranks"
@@ -150,13 +150,13 @@ def _without_gradient(value: object) -> Any:
     return value
 
 
-def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
+def _infer(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     """Return the result of ``func``, as far as it can be inferred without data."""
     name = func._schema.name.partition("::")[2]
     placeholders = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
     first = placeholders[0]
     if func.namespace in COMMUNICATION:
-        return _communicated(func, name, args, first)
+        return _communicate(func, name, args, first)
     if name in READING:
         raise first._refuse(name.strip("_"))
     _check_written(func, name, args, kwargs, first)
@@ -208,7 +208,7 @@ def _check_written(
                 raise first._refuse(f"{name}, into a tensor that has data")
 
 
-def _communicated(func: OpOverload, name: str, args: Any, first: Placeholder) -> Any:
+def _communicate(func: OpOverload, name: str, args: Any, first: Placeholder) -> Any:
     """Run a collective on a placeholder if receivers read only its shape; refuse it otherwise."""
     if name == "wait_tensor":
         return first

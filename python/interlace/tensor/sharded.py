@@ -22,7 +22,7 @@ from interlace.tensor.blocks import (
     MeshSharding,
     Placements,
     checked_placements,
-    chunked,
+    chunk_sharding,
     for_dims,
     from_shapes,
     of_plain_form,
@@ -30,7 +30,7 @@ from interlace.tensor.blocks import (
     unlike_chunks,
     with_sizes,
 )
-from interlace.tensor.mesh_collectives import all_gather_v, gathered, scattered
+from interlace.tensor.mesh_collectives import all_gather_v, gather_blocks, scatter_block
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class ShardedTensor:
         senders = self._sharding.replicas_of(root)
         cuts = [b if r in senders else None for r, b in enumerate(self._sharding.blocks)]
         whole = blocks.CutTensor(communicator, tuple(self.shape), self.dtype, cuts)
-        return gathered(whole, local, root, any(wanted))
+        return gather_blocks(whole, local, root, any(wanted))
 
     def to_dtensor(self) -> DTensor:
         """Return this tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
@@ -241,7 +241,7 @@ def _given_sharding(
                     whole[placement.dim] *= ranks.shape[mesh_dim]
         if len(whole) != len(local_shape):
             raise ValueError(f"shape {tuple(whole)} for a local of shape {local_shape}")
-        sharding = chunked(ranks.shape, placements, whole)
+        sharding = chunk_sharding(ranks.shape, placements, whole)
     else:
         sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes), local_shape)
     expected = blocks.shape_of(sharding.blocks[rank])
@@ -315,7 +315,7 @@ def scatter(
     everyone = facts.exchange(communicator, op, terms, (own_facts, plain_form(checked)), check)
     source: facts.TensorFacts = everyone[root][0]
     sharding = _cut(ranks, checked, source)
-    local = scattered(communicator, tensor, sharding.blocks, root, source)
+    local = scatter_block(communicator, tensor, sharding.blocks, root, source)
     return ShardedTensor(local, ranks, sharding)
 
 
@@ -325,7 +325,7 @@ def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts) -> Me
     assert shape is not None
     placements = for_dims(placements, len(shape))
     if sizes is None:
-        return chunked(ranks.shape, placements, shape)
+        return chunk_sharding(ranks.shape, placements, shape)
     sharding = with_sizes(ranks.shape, placements, sizes, shape)
     if sharding.shape != shape:
         raise ValueError(f"sizes={sizes} add up to shape {sharding.shape}, but tensor has {shape}")
@@ -354,5 +354,5 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
         ranks = _ranks(dtensor.device_mesh)
         placements = checked_placements(tuple(dtensor.placements), len(ranks.shape))
         placements = for_dims(placements, dtensor.dim())
-    sharding = chunked(ranks.shape, placements, tuple(dtensor.shape))
+    sharding = chunk_sharding(ranks.shape, placements, tuple(dtensor.shape))
     return ShardedTensor(dtensor.to_local(), ranks, sharding)

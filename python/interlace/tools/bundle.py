@@ -155,11 +155,11 @@ VALUES = {
 
 
 def _collective(op: str) -> Make:
-    def made(arch: int, options: KernelOptions) -> list[Entry]:
+    def make(arch: int, options: KernelOptions) -> list[Entry]:
         kind = options.dtype, options.configuration(arch)
         return [catalogue.collective(arch, op, *kind, average=options.average)]
 
-    return made
+    return make
 
 
 def _one(kernel: Callable[[int, MatmulVariant], Entry]) -> Make:
@@ -167,11 +167,11 @@ def _one(kernel: Callable[[int, MatmulVariant], Entry]) -> Make:
 
 
 def _experts_rows(*kernels: str) -> Make:
-    def made(arch: int, options: KernelOptions) -> list[Entry]:
+    def make(arch: int, options: KernelOptions) -> list[Entry]:
         found = catalogue.experts_rows(arch, operands_of(options, arch))
         return [each for each in found if each.kernel in kernels]
 
-    return made
+    return make
 
 
 def _attention(kernels: Callable[..., Iterable[Entry]]) -> Make:

@@ -224,16 +224,16 @@ def _counts(setting: Setting) -> list[list[int]]:
     return [[(7 * e + 9 * rank + setting.call) % 20 for e in experts] for rank in ranks]
 
 
-def _received(setting: Setting) -> list[int]:
+def _received_counts(setting: Setting) -> list[int]:
     experts = 2 * setting.rank, 2 * setting.rank + 1
     return [each[expert] for expert in experts for each in _counts(setting)]
 
 
-def _quantized(setting: Setting) -> str:
+def _quantized_name(setting: Setting) -> str:
     return "fp8_static" if setting.call == 2 and kernel_makes_fp8(default_group()) else ""
 
 
-def _packed(setting: Setting, rows: int) -> torch.Tensor:
+def _packed_numbers(setting: Setting, rows: int) -> torch.Tensor:
     """Return packed rows of whole numbers; neighbour blocks differ in scale, along k, rows and ranks."""
     kind = FORMATS["mxfp8"]
     block = torch.arange(WIDE) // kind.block
@@ -242,7 +242,7 @@ def _packed(setting: Setting, rows: int) -> torch.Tensor:
 
 
 def _packed_weight(setting: Setting) -> torch.Tensor:
-    return _packed(setting, INNER).mT
+    return _packed_numbers(setting, INNER).mT
 
 
 def _of_methods(quick: int) -> dict[str, Any]:
@@ -268,7 +268,7 @@ _EXCHANGED = TargetCalls(
 )
 _REDUCED_SCALES = TargetCalls(
     examples={
-        "input": lambda setting: _packed(setting, setting.total),
+        "input": lambda setting: _packed_numbers(setting, setting.total),
         "weight": _packed_weight,
     }
 )
@@ -276,7 +276,7 @@ _SWITCH = {"multimem": True, "output_descriptors": True}
 _NORMED = TargetCalls(
     lambda size, call: [count for _, count in split_rows(3 * size + 1, size)],
     lambda size: 3 * INNER,  # two tiles, or blocks, the second of which is not full
-    {"quantize": _quantized},
+    {"quantize": _quantized_name},
     # from the third call on a part is one tile: there are programs that norm its rows and send nothing
     lambda size, call: {"block_n": 16 if call < 2 else 32},
     otherwise={"low_latency": {"rows": _whole(1), "width": lambda size: MANY}},
@@ -290,7 +290,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     "matmul_all_reduce": TargetCalls(_whole(18)),
     "block_scaled_all_gather_matmul": TargetCalls(
         examples={
-            "input": lambda setting: _packed(setting, setting.own),
+            "input": lambda setting: _packed_numbers(setting, setting.own),
             "weights": lambda setting: [_packed_weight(setting), _packed_weight(setting).flip(1)],
         }
     ),
@@ -307,7 +307,7 @@ CALLS_OF: dict[str, TargetCalls] = {
         examples={
             "input": lambda setting: setting.numbers(sum(_counts(setting)[setting.rank]), INNER),
             "input_splits": lambda setting: _counts(setting)[setting.rank],
-            "output_splits": _received,
+            "output_splits": _received_counts,
             "return_received": constant(False),
         },
         second={"begin": _begin_counted},

@@ -96,7 +96,7 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yield the findings of one job in SARIF's form."""
     report, subject = result.report, _subject(result.subject)
 
-    def made(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
+    def make(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
         every = (lines, *(each for each, _ in others), [subject])
         own = next(filter(None, (location(each, root) for each in every)), {})
         places = (location(each, root, text) for each, text in others)
@@ -118,23 +118,23 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
             others = [(access.lines, str(access)) for access in every if access]
             others += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
             at = finding.change[0] if finding.change else finding.second.lines
-            yield made(f"races/{finding.kind}", str(finding), at, *others)
+            yield make(f"races/{finding.kind}", str(finding), at, *others)
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
             rule = f"schedules/{text.partition(':')[0]}"
-            yield made(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
+            yield make(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
     elif isinstance(report, ScheduleReport) and report.failure is not None:
         told = report.failure.told
         ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
         flow = {"locations": [{"location": place} for place in ways if place]}
         rule, end = f"schedules/{report.failure.kind}", _end(report.failure.text, told)
-        found = made(rule, report.failure.head, end)
+        found = make(rule, report.failure.head, end)
         yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):
-            yield made(f"lint/{fault.rule}", text, [fault.where, report.place])
+            yield make(f"lint/{fault.rule}", text, [fault.where, report.place])
     else:
-        yield from (made(result.check, text, ()) for text in result.findings)
+        yield from (make(result.check, text, ()) for text in result.findings)
 
 
 def _end(text: str, story: Story) -> Lines:

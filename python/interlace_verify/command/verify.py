@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from interlace.output.consoles import counted, write_table
+from interlace.output.consoles import count_in_bar, write_table
 from interlace.output.files import refuse_outputs
 from interlace.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.output.page import PageEvent, PageView, Panel, write_page
@@ -90,7 +90,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
     plan, tell = _plan(options, own), Teller(console)
     # output of the user's code must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-    with quiet, installed(*options.shims), counted() as begin:
+    with quiet, installed(*options.shims), count_in_bar() as begin:
         results = _run(options, plan, own, begin, None if options.json else tell)
     if options.json:
         facts = {
@@ -146,14 +146,14 @@ def _run(
         jobs = suite.function_jobs(target, fn, plan)
     step = begin("running", len(jobs))
 
-    def done(result: JobResult) -> None:
+    def finish(result: JobResult) -> None:
         if tell is not None:
             tell(result)
         step()
 
-    results = suite.run_jobs(jobs, on_done=done)
+    results = suite.run_jobs(jobs, on_done=finish)
     if not own:
-        count = len(suite.launched(results)) * len(plan.arches)
+        count = len(suite.launched_kernels(results)) * len(plan.arches)
         lint = partial(suite.lint_launches, target, results, plan)
     return results + lint(on_done=begin("compiling", count))
 

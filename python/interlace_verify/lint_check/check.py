@@ -15,8 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from interlace.runtime.compiler.lint.faults import NOWHERE, RULES, Fault, Frame, place, selected
-from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
+from interlace.runtime.compiler.lint.faults import (
+    NOWHERE,
+    RULES,
+    Fault,
+    Frame,
+    place,
+    select_faults,
+)
+from interlace.runtime.compiler.lint.sass import find_spills, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
     Compilation,
@@ -26,7 +33,7 @@ from interlace.runtime.compiler.request import (
     specialised_arguments,
 )
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.core.launch import KernelLaunch, specialised
+from interlace.runtime.core.launch import KernelLaunch, specialise
 from interlace.runtime.tuning.table import BUILDABLE
 
 __all__ = ["RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
@@ -159,7 +166,7 @@ def lint_many(
     Traceback (most recent call last):
     ValueError: arch ...
     """
-    checked = [_checked(request) for request in requests]
+    checked = [_check_request(request) for request in requests]
     measured = compile_all(
         checked,
         workers=workers,
@@ -172,9 +179,9 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
     found = [*measured.faults]
     if measured.error is not None:
         found.append(Fault("does not compile", measured.error, measured.where))
-    found += spilled(request.arch, measured.stack, measured.spills)
+    found += find_spills(request.arch, measured.stack, measured.spills)
     found += too_much_shared(request.arch, measured.shared)
-    findings = selected(found, request.ignore)
+    findings = select_faults(found, request.ignore)
     return LintReport(
         kernel=request.kernel,
         arch=request.arch,
@@ -184,7 +191,7 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
     )
 
 
-def _checked(request: LintRequest) -> Compilation:
+def _check_request(request: LintRequest) -> Compilation:
     """Return ``request`` as a compilation, or raise an error for a wrong argument."""
     function = jitted_function(request.kernel)
     name = function.__name__
@@ -221,7 +228,7 @@ def _checked(request: LintRequest) -> Compilation:
     )
 
 
-def settled(
+def settle(
     report: LintReport, ordering: Iterable[SourceText], private: Iterable[SourceText] = ()
 ) -> LintReport:
     """Return ``report`` without guesses about lines that a race check has run; it reports errors there.
@@ -264,10 +271,10 @@ def _statement(where: SourceText) -> tuple[str, str]:
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
     """Return the request to lint ``launch`` for ``arch``. Raise TypeError or ValueError if it cannot be."""
-    types, constexprs, divisible = specialised(launch.kernel, launch.arguments)
+    types, constexprs, divisible = specialise(launch.kernel, launch.arguments)
     how = launch.num_warps, launch.num_stages, tuple(ignore)
     request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
-    _checked(request)
+    _check_request(request)
     return request
 
 

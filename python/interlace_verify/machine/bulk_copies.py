@@ -34,7 +34,7 @@ from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import (
     address_of,
     all_of,
-    fetched,
+    fetch,
     handle_of,
     load_of,
     pointers_of,
@@ -357,7 +357,7 @@ def _box(
     return box
 
 
-def _each(threads: Threads) -> list[int]:
+def _thread_numbers(threads: Threads) -> list[int]:
     return [int(each) for each in threads.active(threads.numbers)]
 
 
@@ -366,7 +366,7 @@ def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
 
     def run(threads: Threads) -> None:
         mask = threads.mask
-        for thread in _each(threads):
+        for thread in _thread_numbers(threads):
             threads.mask = threads.numbers == thread
             action(threads, thread)
             threads.mask = mask
@@ -466,7 +466,7 @@ def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str
 def _loaded(hooks: ProgramHooks, pointers: Handle, kind: ScalarType) -> Array:
     if not pointers.data.size:
         return np.zeros(0, kind.raw)
-    load = lambda mask: fetched(pointers, mask, kind)  # noqa: E731
+    load = lambda mask: fetch(pointers, mask, kind)  # noqa: E731
     found = hooks.asynchronous(pointers, all_of(pointers.data), load, value=None, does="loads")
     return found.view(kind.raw)
 
@@ -482,7 +482,7 @@ def _stored(
 
 def _commit(threads: Threads) -> None:
     program: PtxProgram = threads.session
-    for thread in _each(threads):
+    for thread in _thread_numbers(threads):
         committed = program.bulk_groups.get(thread, 0)
         for store in program.bulk_stores:
             if store.access.thread == thread and store.group < 0:
@@ -499,7 +499,7 @@ def _wait(instruction: Instruction) -> Action:
 
     def wait(threads: Threads) -> None:
         program: PtxProgram = threads.session
-        for thread in _each(threads) if program.bulk_stores else ():
+        for thread in _thread_numbers(threads) if program.bulk_stores else ():
             last = program.bulk_groups.get(thread, 0) - left
             due = [
                 store

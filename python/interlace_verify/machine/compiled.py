@@ -29,9 +29,9 @@ from interlace.runtime.compiler import kept
 from interlace.runtime.compiler.pool import compile_one
 from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.launch import KernelLaunch, leaves, specialised
+from interlace.runtime.core.launch import KernelLaunch, leaves, specialise
 from interlace.runtime.core.limits import shared_bytes
-from interlace.runtime.core.memory import RED_ZONE, aligned
+from interlace.runtime.core.memory import RED_ZONE, aligned_memory
 from interlace.runtime.places.sim.place import SimPlace
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
 from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
@@ -86,7 +86,7 @@ class PtxSource:
                     raise ValueError(
                         f"variable {name!r} of {self.__name__} is not in the text: pass a tensor for it"
                     )
-                whole = aligned(variable.nbytes + 2 * RED_ZONE)
+                whole = aligned_memory(variable.nbytes + 2 * RED_ZONE)
                 kept[name] = torch.from_numpy(whole[RED_ZONE : RED_ZONE + variable.nbytes])
                 made = memory.put(
                     kept[name].data_ptr(), variable.nbytes, f"variable {name} of rank {rank}"
@@ -131,7 +131,7 @@ class CompiledPrograms:
         function = jitted_function(launch.kernel)
         parameters = inspect.signature(function).parameters
         arguments = {name: launch.arguments[name] for name in parameters}  # in the kernel's order
-        types, fixed, divisible = specialised(launch.kernel, arguments)
+        types, fixed, divisible = specialise(launch.kernel, arguments)
         request = Compilation(
             function.__module__,
             launch.name,
@@ -147,7 +147,7 @@ class CompiledPrograms:
             stand_ins=dict(stand_ins.now),
             absent=(),
         )
-        measured = compiled(function, request)
+        measured = compile_request(function, request)
         kernel = _read(self._rewritten(launch.name, measured.ptx))
         given = leaves(arguments)
         maps, values, names = iter(measured.descriptors), [], []
@@ -211,7 +211,7 @@ def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None)
 _measured: weakref.WeakKeyDictionary[object, dict[str, Measurement]] = weakref.WeakKeyDictionary()
 
 
-def compiled(function: Any, request: Compilation) -> Measurement:
+def compile_request(function: Any, request: Compilation) -> Measurement:
     """Return the PTX of ``request``, for the function under its kernel, or raise InterlaceError."""
     known = _measured.setdefault(function, {})
     if (key := repr(request)) not in known:

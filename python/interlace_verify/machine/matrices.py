@@ -139,7 +139,7 @@ def build_matrix_access(instruction: Instruction) -> Action:
         first, lanes = (of.reshape(-1, WARP)[:, : 8 * count].ravel() for of in each)
         return first[:, None] + words, lanes
 
-    def turned(registers: Array) -> Array:
+    def transpose(registers: Array) -> Array:
         """Transpose (warps, matrices, 8, 4) registers of two numbers each, if the instruction does."""
         halves = registers.view(np.uint16)
         return (
@@ -151,7 +151,9 @@ def build_matrix_access(instruction: Instruction) -> Action:
 
         def load(threads: Threads) -> None:
             addresses, lanes = rows(threads)
-            found = turned(shared_bits(threads, addresses, _WORD, lanes).reshape(-1, count, 8, 4))
+            found = transpose(
+                shared_bits(threads, addresses, _WORD, lanes).reshape(-1, count, 8, 4)
+            )
             for index, write in enumerate(writes):
                 write(threads, found[:, index].reshape(-1))
 
@@ -161,7 +163,7 @@ def build_matrix_access(instruction: Instruction) -> Action:
     def store(threads: Threads) -> None:
         registers = bits_of_warps(threads, reads).swapaxes(1, 2).reshape(-1, count, 8, 4)
         addresses, lanes = rows(threads)
-        bits = turned(np.ascontiguousarray(registers)).reshape(-1, 4)
+        bits = transpose(np.ascontiguousarray(registers)).reshape(-1, 4)
         put_shared(threads, addresses, bits, _WORD, lanes)
 
     return store
@@ -318,7 +320,7 @@ def _build_product(instruction: Instruction) -> Action:
             registers = registers_of(found, total, clamps)
             for index, write in enumerate(writes):
                 write(threads, np.ascontiguousarray(registers[:, :, index]).ravel())
-            _ended(threads, access)
+            _end(threads, access)
 
         work = groups_of(threads, "wgmma").start(threads, perform)
         threads.session.unsettled.update(dict.fromkeys(slots, work))
@@ -435,7 +437,7 @@ def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> As
     return access
 
 
-def _ended(threads: Threads, access: AsyncAccess | None) -> None:
+def _end(threads: Threads, access: AsyncAccess | None) -> None:
     if access is not None:
         numbers = threads.active(threads.numbers)
         threads.session.hooks.tell(

@@ -169,7 +169,7 @@ def build_arrival_of_copies(instruction: Instruction) -> Action:
             if not expected:
                 mbarrier.pending += len(numbers)
             arrival = functools.partial(
-                _arrived,
+                _arrive,
                 threads,
                 mbarrier,
                 those,
@@ -183,9 +183,7 @@ def build_arrival_of_copies(instruction: Instruction) -> Action:
     return arrive
 
 
-def _arrived(
-    threads: Threads, mbarrier: MBarrier, those: Array, finish: Callable[[], None]
-) -> None:
+def _arrive(threads: Threads, mbarrier: MBarrier, those: Array, finish: Callable[[], None]) -> None:
     finish()
     numbers = threads.numbers[those]
     threads.session.hooks.arrival(mbarrier.address, numbers)

@@ -25,9 +25,9 @@ from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.inline_assembly import BUILDERS as INLINE
 from interlace_verify.ptx.instruction import Instruction, Symbol
 from interlace_verify.ptx.memory import SCOPES
-from interlace_verify.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
+from interlace_verify.ptx.parser import Parser, PtxFunction, Variable, declare, read_text
 from interlace_verify.ptx.special import WARP
-from interlace_verify.ptx.targets import has, needed, target_of
+from interlace_verify.ptx.targets import first_target, has, target_of
 from interlace_verify.ptx.types import Array
 
 TOGETHER = WARPS | MATRICES
@@ -123,7 +123,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
 
     for instruction in steps:
         builder = instruction.builder(BUILDERS)
-        wanted = needed(f"{instruction.opcode} {', '.join(instruction.operands)}")
+        wanted = first_target(f"{instruction.opcode} {', '.join(instruction.operands)}")
         if wanted and not has(target, wanted):
             raise instruction.error(
                 f"'{instruction.opcode}' does not exist on {target}, but on {wanted}"
@@ -254,7 +254,7 @@ def _shared_in(functions: Iterable[PtxFunction]) -> list[Variable]:
             each
             for f in functions
             for text in _SHARED.findall(f.body or "")
-            for each in declared(text)
+            for each in declare(text)
         ]
     except ValueError as error:
         raise InlineAssemblyError(f"PTX: {error}") from None

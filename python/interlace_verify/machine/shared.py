@@ -195,7 +195,7 @@ def take_shared(instruction: Instruction) -> None:
         raise instruction.unknown(f"the state space of '{instruction.opcode}'", SPACES)
 
 
-def _touched(
+def _touch(
     threads: Threads,
     addresses: Array,
     kind: ScalarType,
@@ -226,7 +226,7 @@ def shared_bits(
     threads: Threads, addresses: Array, kind: ScalarType, lanes: Array | None = None
 ) -> Array:
     """Load bits. ``lanes``: the threads of ``addresses``' first dimension, if not the running threads."""
-    offsets = _touched(threads, addresses, kind, stores=False, lanes=lanes)
+    offsets = _touch(threads, addresses, kind, stores=False, lanes=lanes)
     if "cp.async" in threads.session.groups:
         _tell_of_unfinished(threads, addresses, kind.bits // 8, lanes)
     return threads.session.view(kind)[offsets // (kind.bits // 8)]
@@ -242,7 +242,7 @@ def put_shared(
     constant: bool = False,
 ) -> None:
     options: dict[str, Any] = {"lanes": lanes, "bits": bits, "constant": constant}
-    offsets = _touched(threads, addresses, kind, stores=True, **options)
+    offsets = _touch(threads, addresses, kind, stores=True, **options)
     places, there = offsets // (kind.bits // 8), threads.session.view(kind)
     threads.session.changes += not (there[places] == bits).all()
     there[places] = bits
@@ -408,7 +408,7 @@ def _start(instruction: Instruction) -> Action:
             raise instruction.error("a 'cp.async' of a part of its bytes is not known")
         targets, sources = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
         targets[everyone] = to(threads)
-        _touched(threads, targets[everyone][:, None] + words, _WORD, stores=True)
+        _touch(threads, targets[everyone][:, None] + words, _WORD, stores=True)
         threads.mask = reads  # an address that no byte is read from may be invalid
         sources[reads] = where(threads)
         threads.mask = mask

@@ -26,7 +26,7 @@ def of_warps(threads: Threads, values: Array) -> Array:
     return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
 
 
-def _there(threads: Threads) -> Array:
+def _present_lanes(threads: Threads) -> Array:
     return threads.everyone().reshape(-1, WARP)
 
 
@@ -62,7 +62,7 @@ def _check_own(step: Instruction, numbers: Array, named: Array) -> None:
         raise step.error(f"the member mask of thread {missing[0]} does not include its own lane")
 
 
-def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Action:
+def _by_group(instruction: Instruction, action: Callable[[Threads], None]) -> Action:
     """Return ``action`` for each group of lanes with the same members, which the last operand names."""
     members = instruction.members = instruction.reader(instruction.operands[-1], _WORD)
 
@@ -121,15 +121,15 @@ def build_shuffle(instruction: Instruction) -> Action:
         inside = source >= last if mode == "up" else source <= last
         source = np.where(inside, source, _LANE)
         moved = np.take_along_axis(value, source, axis=1)
-        there = np.take_along_axis(_there(threads), source, axis=1)
+        there = np.take_along_axis(_present_lanes(threads), source, axis=1)
         if not there.all():
             moved = np.where(there, moved, _NOBODYS)
-            _tell_of_absent(threads, source, ~there & _there(threads))
+            _tell_of_absent(threads, source, ~there & _present_lanes(threads))
         write(threads, moved.astype(np.uint32).ravel())
         if tell is not None:
             tell(threads, inside.ravel())
 
-    return _grouped(instruction, shuffle)
+    return _by_group(instruction, shuffle)
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
@@ -158,13 +158,13 @@ def build_vote(instruction: Instruction) -> Action:
     read = instruction.reader(instruction.operands[1], PREDICATE)
 
     def vote(threads: Threads) -> None:
-        those = _there(threads)
+        those = _present_lanes(threads)
         yes = of_warps(threads, read(threads)) & those
         some, every = yes.any(axis=1), (yes == those).all(axis=1)
         found = {"all": every, "any": some, "uni": every | ~some}
         write(threads, np.repeat(_ballot(yes) if ballot else found[form], WARP))
 
-    return _grouped(instruction, vote)
+    return _by_group(instruction, vote)
 
 
 @builds("match")
@@ -178,7 +178,7 @@ def build_match(instruction: Instruction) -> Action:
     read = instruction.reader(instruction.operands[1], kind)
 
     def match(threads: Threads) -> None:
-        value, those = of_warps(threads, read(threads)), _there(threads)
+        value, those = of_warps(threads, read(threads)), _present_lanes(threads)
         same = (value[:, :, None] == value[:, None, :]) & those[:, None, :]
         found = (same * _ONE).sum(axis=2, dtype=np.uint64).astype(np.uint32)
         if everybody:
@@ -188,7 +188,7 @@ def build_match(instruction: Instruction) -> Action:
                 tell(threads, agree.ravel())
         write(threads, found.ravel())
 
-    return _grouped(instruction, match)
+    return _by_group(instruction, match)
 
 
 @builds("activemask")
@@ -196,7 +196,7 @@ def build_active_mask(instruction: Instruction) -> Action:
     instruction.take_type(("b32",))
     instruction.finish(1)
     write = instruction.writer(instruction.operands[0], _WORD)
-    return lambda threads: write(threads, np.repeat(_ballot(_there(threads)), WARP))
+    return lambda threads: write(threads, np.repeat(_ballot(_present_lanes(threads)), WARP))
 
 
 @builds("elect")
@@ -207,12 +207,12 @@ def build_election(instruction: Instruction) -> Action:
     write, tell = _targets(instruction, _WORD)
 
     def elect(threads: Threads) -> None:
-        leader = _there(threads).argmax(axis=1)
+        leader = _present_lanes(threads).argmax(axis=1)
         write(threads, np.repeat(leader.astype(np.uint32), WARP))
         if tell is not None:
             tell(threads, (leader[:, None] == _LANE).ravel())
 
-    return _grouped(instruction, elect)
+    return _by_group(instruction, elect)
 
 
 @builds("redux")
@@ -231,7 +231,7 @@ def build_reduction(instruction: Instruction) -> Action:
         reduce = REDUCTIONS[name]
 
     def reduction(threads: Threads) -> None:
-        values, those = of_warps(threads, read(threads)), _there(threads)
+        values, those = of_warps(threads, read(threads)), _present_lanes(threads)
         if magnitude:
             values = np.abs(values)
         totals = np.zeros(len(values), values.dtype)
@@ -239,4 +239,4 @@ def build_reduction(instruction: Instruction) -> Action:
             totals[warp] = reduce.reduce(values[warp][those[warp]], dtype=values.dtype)
         write(threads, np.repeat(kind.encode(totals), WARP))
 
-    return _grouped(instruction, reduction)
+    return _by_group(instruction, reduction)

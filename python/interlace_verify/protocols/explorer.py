@@ -641,7 +641,7 @@ def explore(
         while state:
             state, process = came_from[state]
             way.append(process)
-        return Counterexample(text, tuple(_replayed(machine, reversed(way))))
+        return Counterexample(text, tuple(_replay(machine, reversed(way))))
 
     return Exploration(
         protocol.name,
@@ -657,7 +657,7 @@ def explore(
     )
 
 
-def _replayed(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
+def _replay(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
     """Return all steps of a run in words. ``way``: the process that goes on at each choice."""
     state = bytearray(machine.first)
     told: list[str] = []

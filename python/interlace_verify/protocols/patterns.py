@@ -317,7 +317,7 @@ PATTERNS: Mapping[str, Callable[[int, int], Protocol]] = {
 }
 
 
-def explored(name: str, ranks: int, rounds: int) -> Exploration:
+def explore_pattern(name: str, ranks: int, rounds: int) -> Exploration:
     """Explore the pattern ``name``. All patterns take about 25 s for 4 ranks and 3 rounds."""
     # without reduction it would take minutes if a rank has several processes
     protocol = PATTERNS[name](ranks, rounds)

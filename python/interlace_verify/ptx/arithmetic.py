@@ -144,7 +144,7 @@ def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Arra
             if not instruction.flag("abs"):
                 raise instruction.error("'.xorsign' comes with '.abs'")
             function = _of_magnitudes(function)
-        function = functools.partial(_reduced, function)
+        function = functools.partial(_reduce, function)
     elif name == "div":
         instruction.choose("approx", "full")  # the exact answer is one that they allow
     elif name in ("fma", "mad") and kind.bits == 64:
@@ -153,7 +153,7 @@ def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Arra
     if rounding is not None:
         if name not in _AS_FUSED or kind.name != "f32":
             raise instruction.error(f"'{name}.{kind.name}' is interpreted for .rn only")
-        function = _rounded(_AS_FUSED[name], rounding)
+        function = _round(_AS_FUSED[name], rounding)
     instruction.flag("rn")
     instruction.flag("noftz")
     if instruction.flag("ftz"):
@@ -165,7 +165,7 @@ def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Arra
     return function
 
 
-def _reduced(function: Callable[..., Array], *given: Array) -> Array:
+def _reduce(function: Callable[..., Array], *given: Array) -> Array:
     return functools.reduce(function, given)
 
 
@@ -210,7 +210,7 @@ _AS_FUSED: dict[str, Callable[..., Array]] = {
 }
 
 
-def _rounded(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
+def _round(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
     """Round to fp32 in one direction. The exact function rounds to odd, so no information is lost."""
     by = {"rz": np.trunc, "rm": np.floor, "rp": np.ceil}[rounding]
     return lambda *given: encode(exact(*given), SINGLE, by).view(np.float32)
@@ -465,7 +465,7 @@ _PERMUTATIONS: dict[str, Callable[[int, int], int]] = {
 """By mode of prmt: the byte of eight for a position and the lowest two bits of the selector."""
 
 
-def _shifted(shift: Any, kind: ScalarType, value: Array, by: Array) -> Array:
+def _shift(shift: Any, kind: ScalarType, value: Array, by: Array) -> Array:
     return shift(value, np.minimum(by, np.uint32(kind.bits)).astype(kind.stored))
 
 
@@ -491,7 +491,7 @@ def _field(kind: ScalarType, value: Array, start: Array, length: Array) -> Array
     return np.where(past, beyond, np.where(length > 0, found, kind.stored.type(0)))
 
 
-def _inserted(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
+def _insert_bits(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
     """Insert the lowest ``length`` bits of one number into another from ``start`` on."""
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     one, most = kind.stored.type(1), np.uint32(kind.bits)
@@ -511,9 +511,7 @@ def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
     return ((np.uint64(1) << end) - (np.uint64(1) << first)).astype(np.uint32)
 
 
-def _permuted(
-    kind: ScalarType, mode: str | None, low: Array, high: Array, selector: Array
-) -> Array:
+def _permute(kind: ScalarType, mode: str | None, low: Array, high: Array, selector: Array) -> Array:
     """Choose bytes of two registers by four 4-bit selectors; the highest bit copies a byte's sign."""
     whole = high.astype(np.uint64) << np.uint64(32) | low
     result = np.zeros(np.broadcast(low, high, selector).shape, np.uint64)
@@ -591,15 +589,15 @@ FORMS = {
     "testp": ScalarForm(
         lambda kind, name, x: _TESTS[name](x), ("f32", "f64"), ("pred", ""), ((*_TESTS,),)
     ),
-    "shl": ScalarForm(functools.partial(_shifted, np.left_shift), BITS, ("", "", "u32")),
+    "shl": ScalarForm(functools.partial(_shift, np.left_shift), BITS, ("", "", "u32")),
     "shr": ScalarForm(
-        functools.partial(_shifted, np.right_shift), (*BITS, *INTEGERS), ("", "", "u32")
+        functools.partial(_shift, np.right_shift), (*BITS, *INTEGERS), ("", "", "u32")
     ),
     "shf": ScalarForm(_funnel_shifted, ("b32",), ("",) * 4, (("l", "r", None), _BOUNDS)),
     "bfe": ScalarForm(_field, _EITHER, ("", "", "u32", "u32")),
-    "bfi": ScalarForm(_inserted, ("b32", "b64"), ("", "", "", "u32", "u32")),
+    "bfi": ScalarForm(_insert_bits, ("b32", "b64"), ("", "", "", "u32", "u32")),
     "bmsk": ScalarForm(_mask, ("b32",), ("",) * 3, (_BOUNDS,)),
-    "prmt": ScalarForm(_permuted, ("b32",), ("",) * 4, ((*_PERMUTATIONS, None),)),
+    "prmt": ScalarForm(_permute, ("b32",), ("",) * 4, ((*_PERMUTATIONS, None),)),
     "popc": ScalarForm(lambda kind, x: ones(x), ("b32", "b64"), ("u32", "")),
     "clz": ScalarForm(lambda kind, x: leading_zeros(x), ("b32", "b64"), ("u32", "")),
     "brev": ScalarForm(lambda kind, x: reversed_bits(x), ("b32", "b64"), ("", "")),

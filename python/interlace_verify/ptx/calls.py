@@ -25,7 +25,7 @@ TOGETHER: dict[str, Callable[[Threads], None]] = {}
 _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGcsp%])")
 
 
-def called(instruction: Instruction) -> tuple[list[str], str, list[str]]:
+def call_parts(instruction: Instruction) -> tuple[list[str], str, list[str]]:
     """Return the names of the results, the name of the function, and the arguments."""
     first, *rest = [each.strip() for each in instruction.operands] or [""]
     results = split(first[1:-1]) if first.startswith("(") else []
@@ -36,7 +36,7 @@ def called(instruction: Instruction) -> tuple[list[str], str, list[str]]:
 @builds("call")
 def build_call(instruction: Instruction) -> Action:
     instruction.flag("uni")
-    results, name, given = called(instruction)
+    results, name, given = call_parts(instruction)
     if name in instruction.registers:
         raise instruction.error(f"a call by the address in register '{name}' is not known")
     instruction.finish(1, 2, 3)
@@ -109,7 +109,7 @@ def _text_at(threads: Threads, address: int) -> str:
 def _print(threads: Threads, number: int, format: int, arguments: int) -> int:
     at, count = 0, 0
 
-    def taken(match: re.Match[str]) -> str:
+    def take(match: re.Match[str]) -> str:
         nonlocal at, count
         flags, wide, kind = match.groups()
         if kind == "%":
@@ -132,7 +132,7 @@ def _print(threads: Threads, number: int, format: int, arguments: int) -> int:
             value = chr(value & 0xFF)
         return f"%{flags}{'#x' if kind == 'p' else kind}" % value if kind != "p" else f"{value:#x}"
 
-    print(_DIRECTIVE.sub(taken, _text_at(threads, format)), end="")
+    print(_DIRECTIVE.sub(take, _text_at(threads, format)), end="")
     return count
 
 

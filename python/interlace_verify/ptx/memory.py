@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
+from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked_handle
 from interlace.runtime.core.accesses import NULL, Atomic, Handle, Numbers, with_origin
 from interlace.runtime.numerics.exact import larger, smaller
 from interlace.runtime.places.sim import place
@@ -225,7 +225,7 @@ def pointers_of(
 
     ``base``: the slot of the register that the addresses are computed from; they get its origin.
     """
-    handle = unchecked(addresses, _pointer_types[kind.name])
+    handle = unchecked_handle(addresses, _pointer_types[kind.name])
     if (origin := threads.session.origins.get(base)) is not None:
         handle.dtype = with_origin(handle.dtype, origin)
     if threads.heard and (numbers := threads.who() if lanes is None else lanes) is not None:
@@ -237,10 +237,10 @@ def pointers_of(
 
 
 def handle_of(bits: Array, kind: ScalarType) -> Any:
-    return unchecked(bits.view(kind.stored), kind.memory)
+    return unchecked_handle(bits.view(kind.stored), kind.memory)
 
 
-def fetched(pointers: Handle, mask: Handle, kind: ScalarType) -> Array:
+def fetch(pointers: Handle, mask: Handle, kind: ScalarType) -> Array:
     """Return the present memory contents in the form of ``kind``; 0 outside the mask."""
     zero = _zeros(pointers.data.shape, kind.stored)
     return atomics.load(pointers.data, mask.data, zero, kind.stored)
@@ -340,7 +340,7 @@ def storing(
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
-        bits = _stacked([threads.active(read(threads)) for read in reads])
+        bits = _stack([threads.active(read(threads)) for read in reads])
         for each in addresses(threads):
             put(threads, _spread(each, len(parts), kind), bits)
 
@@ -354,12 +354,10 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
 
-            def unchanged(
-                addresses: Array, order: object
-            ) -> Array:  # swapping 0 for 0 changes nothing
+            def keep(addresses: Array, order: object) -> Array:  # swapping 0 for 0 changes nothing
                 return atomics.atomic_cas(addresses, nothing, nothing, order)
 
-            return access(threads, addresses, unchanged, reads_only=True)
+            return access(threads, addresses, keep, reads_only=True)
 
         return get
 
@@ -370,7 +368,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
             pointers.incoherent = True
 
         def perform(mask: Handle = mask) -> Any:
-            return unchecked(fetched(pointers, mask, kind), kind.memory)
+            return unchecked_handle(fetch(pointers, mask, kind), kind.memory)
 
         return threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
 
@@ -388,7 +386,7 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 
         def perform(mask: Handle = mask) -> None:
             if threads.heard:
-                there = fetched(pointers, mask, kind)
+                there = fetch(pointers, mask, kind)
                 pointers.unchanged = bool((there.view(kind.raw) == bits).all())
             put(pointers, value, mask)
 
@@ -457,7 +455,7 @@ def build_atomic(instruction: Instruction) -> Action:
 
     def run(threads: Threads) -> None:
         addresses = _spread(at(threads), len(vectors[0]), kind)
-        bits = [_stacked([threads.active(read(threads)) for read in each]) for each in reads]
+        bits = [_stack([threads.active(read(threads)) for read in each]) for each in reads]
         before = apply(threads, addresses, *bits)
         for index, write in enumerate(writes):
             write(threads, before if vector is None else before[:, index])
@@ -474,7 +472,7 @@ def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, Scala
     return instruction.take_type((*_OPERATIONS[name], *shorts)), None
 
 
-def _stacked(values: list[Array]) -> Array:
+def _stack(values: list[Array]) -> Array:
     return values[0] if len(values) == 1 else np.stack(values, axis=1)
 
 

@@ -153,7 +153,7 @@ def build_conversion(instruction: Instruction) -> Action:
         if not to_float:
             if source.is_float:
                 return target.encode(_to_integer(values, target))
-            clamp = _clamped(values, target) if saturate else values.astype(target.stored)
+            clamp = _clamp(values, target) if saturate else values.astype(target.stored)
             return target.encode(clamp)
         if not source.is_float:
             values = _to_double(values) if target.bits < 64 else values.astype(np.float64)
@@ -207,7 +207,7 @@ def _build_packed(
 
     def convert(*given: Array) -> Array:
         if sources:
-            numbers = _unpacked(given[0], *sources[0][:2])
+            numbers = _unpack(given[0], *sources[0][:2])
         else:
             numbers = [bits.view(np.float32) for bits in given[:count]][::-1]
         bits = register.raw.type(0)
@@ -229,7 +229,7 @@ def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
     return form, count, TYPES[f"b{form.bits * count}"]
 
 
-def _unpacked(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
+def _unpack(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
     """Return the numbers in a register, lowest first."""
     kind, mask = bits.dtype.type, bits.dtype.type((1 << form.bits) - 1)
     return [form.decode(bits >> kind(i * form.bits) & mask) for i in range(count)]
@@ -258,7 +258,7 @@ def _to_integer(values: Array, target: ScalarType) -> Array:
     return np.where(np.isnan(wide), wrong, found)
 
 
-def _clamped(values: Array, target: ScalarType) -> Array:
+def _clamp(values: Array, target: ScalarType) -> Array:
     limits, own = np.iinfo(target.stored), np.iinfo(values.dtype)
     low, high = max(limits.min, own.min), min(limits.max, own.max)
     kind = values.dtype.type

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from interlace.runtime.core.errors import InlineAssemblyError
-from interlace_verify.ptx.calls import called
+from interlace_verify.ptx.calls import call_parts
 from interlace_verify.ptx.instruction import (
     CARRY,
     Instruction,
@@ -74,7 +74,7 @@ class Variable:
         return bits.to_bytes(self.kind.bits // 8, "little")
 
 
-def declared(text: str) -> list[Variable]:
+def declare(text: str) -> list[Variable]:
     """Return the variables of one declaration without its ';'. Raise ValueError for a wrong one."""
     match = _DECLARED.fullmatch(text := " ".join(text.split()))
     kind = TYPES.get(match[4]) if match else None
@@ -184,7 +184,7 @@ def read_text(ptx: str) -> ModuleText:
     kernels: dict[str, PtxFunction] = {}
     functions: dict[str, PtxFunction] = {}
     variables: dict[str, Variable] = {}
-    for line, head, body in _declarations(_MODULE_DIRECTIVE.sub("", _uncommented(ptx))):
+    for line, head, body in _declarations(_MODULE_DIRECTIVE.sub("", _strip_comments(ptx))):
         if match := _FUNCTION.search(head):
             results, given = (_formals(each or "", line) for each in (match[2], match[4]))
             made = PtxFunction(match[3], results, given, match[5], body, line)
@@ -202,7 +202,7 @@ def read_text(ptx: str) -> ModuleText:
     return ModuleText(kernels, functions, variables)
 
 
-def _uncommented(text: str) -> str:
+def _strip_comments(text: str) -> str:
     return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", text)
 
 
@@ -232,7 +232,7 @@ def _closing(text: str, at: int) -> int:
 
 def _formals(text: str, line: int) -> tuple[Variable, ...]:
     try:
-        return tuple(variable for each in split(text) for variable in declared(each))
+        return tuple(variable for each in split(text) for variable in declare(each))
     except ValueError as error:
         raise InlineAssemblyError(f"PTX: {error}; line {line}") from None
 
@@ -240,7 +240,7 @@ def _formals(text: str, line: int) -> tuple[Variable, ...]:
 def _declared(text: str) -> list[Variable]:
     """Return [] for an unknown type: an instruction that uses the name reports that it is not declared."""
     try:
-        return declared(text)
+        return declare(text)
     except ValueError:
         return []
 
@@ -312,7 +312,7 @@ class Parser:
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
         """Yield instructions after their declarations. Branches get their targets at the end."""
-        asm = re.sub(r"\$\{(\d+)\}", r"$\1", _uncommented(asm).replace("${:uid}", "0"))
+        asm = re.sub(r"\$\{(\d+)\}", r"$\1", _strip_comments(asm).replace("${:uid}", "0"))
         yield from self._body(asm, line)
 
     def _body(self, asm: str, line: int) -> Iterator[Instruction]:
@@ -345,12 +345,12 @@ class Parser:
                 function = self._function(found) if calls else None
                 if found.mnemonic in ("bra", "brx"):
                     branches.append((found, self._names.labels))
-                if calls and self._whole and called(found)[1] in self._names.registers:
+                if calls and self._whole and call_parts(found)[1] in self._names.registers:
                     yield from self._chosen(found)
                 elif function is None:
                     yield self._counted(found)
                 else:
-                    yield from self._inlined(found, function)
+                    yield from self._inline(found, function)
         if tops:
             raise self._error("a '{' is never closed")
         self._names.labels[_END] = self._count
@@ -381,7 +381,7 @@ class Parser:
             return  # shared memory exists before a program begins
         if word in (".local", ".param") and self._whole:
             try:
-                for variable in declared(text):
+                for variable in declare(text):
                     self._names.symbols[variable.name] = self._room(variable)
             except ValueError as problem:
                 raise self._error(str(problem)) from None
@@ -435,7 +435,7 @@ class Parser:
         return found
 
     def _function(self, call: Instruction) -> PtxFunction | None:
-        results, name, arguments = called(call)
+        results, name, arguments = call_parts(call)
         function = self._functions.get(name)
         if function is None or function.body is None:
             return None
@@ -450,7 +450,7 @@ class Parser:
 
     def _chosen(self, call: Instruction) -> Iterator[Instruction]:
         """Inline, one after the other, all functions of the call's form that the address may mean."""
-        results, pointer, arguments = called(call)
+        results, pointer, arguments = call_parts(call)
         guard, outer = (call.guard, call.wanted), self._names
         call.guard, self._names, jumps = -1, outer.inside(), list[Instruction]()
         other, skipped = "<other>", self._instruction(f"bra {_BEHIND}")
@@ -467,7 +467,7 @@ class Parser:
             yield self._counted(self._instruction(f"setp.ne.u64 {other}, {pointer}, {number}"))
             next_one = self._instruction(f"@{other} bra {_BEHIND}")
             yield self._counted(next_one)
-            yield from self._inlined(call, function)
+            yield from self._inline(call, function)
             jumps.append(self._counted(self._instruction(f"bra {_BEHIND}")))
             yield jumps[-1]
             next_one.target, next_one.targets = self._count, (self._count,)
@@ -481,7 +481,7 @@ class Parser:
         sizes = [symbols[n].nbytes if n in symbols else registers[n].bits // 8 for n in names]
         return sizes
 
-    def _inlined(self, call: Instruction, function: PtxFunction) -> Iterator[Instruction]:
+    def _inline(self, call: Instruction, function: PtxFunction) -> Iterator[Instruction]:
         outer, place, top = self._names, (self._line, self._text), self._top
         self._names = outer.inside()
         if call.guard >= 0:
@@ -507,7 +507,7 @@ class Parser:
 
         Also return the instructions that fill copies of arguments, and the ones that pass on results.
         """
-        results, _, arguments = called(call)
+        results, _, arguments = call_parts(call)
         names = self._names
         registers: dict[str, Register] = {}
         symbols: dict[str, Symbol] = {}

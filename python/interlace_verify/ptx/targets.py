@@ -46,7 +46,7 @@ def number_of(target: str) -> int:
     return int(found[1]) if found else 0
 
 
-def needed(statement: str) -> str:
+def first_target(statement: str) -> str:
     """Return the first GPU that has an instruction with these operands, or "" if all have it."""
     statement = statement[_BEFORE.match(statement).end() :]  # type: ignore[union-attr]
     return next((target for target, known in _PATTERNS if known.match(statement)), "")
@@ -55,7 +55,7 @@ def needed(statement: str) -> str:
 def needed_by(asm: str) -> int:
     """Return the number of the first GPU that has all instructions of a piece of PTX; 0 for any GPU."""
     statements = re.split(r"[;{}\n]", asm)
-    return max(number_of(needed(each)) for each in statements)
+    return max(number_of(first_target(each)) for each in statements)
 
 
 def has(target: str, wanted: str) -> bool:

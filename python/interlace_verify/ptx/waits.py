@@ -66,7 +66,7 @@ def build_barrier(instruction: Instruction) -> Action:
     form = instruction.choose("sync") if warp else instruction.choose("sync", "arrive", "red")
     if form is None or (form != "sync" and instruction.symbols is None):
         raise instruction.unknown(f"'{instruction.opcode}'", ["bar.sync", "bar.warp.sync"])
-    counted = _counted(instruction) if form == "red" else None
+    counted = _counting_barrier(instruction) if form == "red" else None
     instruction.finish(*((1,) if warp else (1, 2)))
     reads = [instruction.reader(operand, TYPES["u32"]) for operand in instruction.operands]
     instruction.members = reads[0] if warp else None
@@ -96,7 +96,7 @@ def build_barrier(instruction: Instruction) -> Action:
     return barrier
 
 
-def _counted(instruction: Instruction) -> Callable[[Threads], None]:
+def _counting_barrier(instruction: Instruction) -> Callable[[Threads], None]:
     """Return the action of ``bar.red``: it combines the predicates of all threads that have met."""
     name = instruction.choose("popc", "and", "or")
     kind = instruction.take_type(("u32",) if name == "popc" else ("pred",))

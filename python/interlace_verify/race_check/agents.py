@@ -130,7 +130,7 @@ class Agent:
         return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
     def learn(self, other: Numbers) -> None:
-        self.clock = joined(self.clock, other)
+        self.clock = join_clocks(self.clock, other)
 
     def now(self) -> Numbers:
         """Return the time of each component; of known threads, the latest of all."""
@@ -166,7 +166,7 @@ class Agent:
         """Give each of ``threads``, which meet, what has arrived of the stores of all of them."""
         known, told = None, [self.arrivals[each] for each in threads if each in self.arrivals]
         for clock in {id(each): each for each in told}.values():
-            known = joined(known, clock)
+            known = join_clocks(known, clock)
         if known is None:
             return
         for thread in threads:
@@ -180,7 +180,7 @@ class Agent:
     def fence(self, thread: int, scope: int, clock: Numbers) -> None:
         """Let later relaxed signals of ``thread`` release ``clock``, within ``scope``."""
         fences = self.fences.setdefault(thread, {SYS: self.before})
-        fences[scope] = joined(fences.get(scope), clock)
+        fences[scope] = join_clocks(fences.get(scope), clock)
 
     def has_accessed(
         self, site: int, addresses: Numbers, threads: Numbers, *, stores: bool
@@ -209,7 +209,7 @@ class Agent:
         }
         known: Numbers = self.clock.copy()
         for clock in found.values():
-            known = joined(known, clock)
+            known = join_clocks(known, clock)
         return known
 
     def _put_own(self, clock: Numbers, threads: Any) -> Numbers:
@@ -220,7 +220,7 @@ class Agent:
         return clock
 
     def known_by(self, thread: int) -> Numbers:
-        return joined(self.acquired.get(thread), self.clock)
+        return join_clocks(self.acquired.get(thread), self.clock)
 
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
         """Return the clock that ``thread`` releases: other threads' accesses before the last barrier.
@@ -244,12 +244,12 @@ class Agent:
         if thread == ONE and not self.threads:
             self.learn(clock)
         else:
-            self.acquired[thread] = joined(self.acquired.get(thread), clock)
+            self.acquired[thread] = join_clocks(self.acquired.get(thread), clock)
 
     def read_without_acquire(self, thread: int, sender: "Agent", clock: Numbers) -> None:
         """Note a clock that ``thread`` acquires if it fences later."""
         waiting = self.waiting.setdefault(self._whose(thread), {})
-        waiting[sender] = joined(waiting.get(sender), clock)
+        waiting[sender] = join_clocks(waiting.get(sender), clock)
 
     def order(self, block: int, threads: Lanes) -> None:
         """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
@@ -266,7 +266,7 @@ class Agent:
         for thread in threads.tolist():
             known = self.acquired.get(thread)
             if id(known) not in made:
-                made[id(known)] = changed(joined(known, self.clock).copy())
+                made[id(known)] = changed(join_clocks(known, self.clock).copy())
             self.acquired[thread] = made[id(known)]
 
 
@@ -289,7 +289,7 @@ class AsyncAgent(Agent):
         return [*owned, *(each + self.components for each in owned)], self.base + time
 
 
-def joined(one: Numbers | None, other: Numbers) -> Numbers:
+def join_clocks(one: Numbers | None, other: Numbers) -> Numbers:
     """Return the componentwise maximum. Clocks grow as agents appear. ``one`` None: no clock yet."""
     if one is None:
         return other

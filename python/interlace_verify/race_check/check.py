@@ -46,7 +46,14 @@ from interlace_verify.lint_check.check import specialisation
 from interlace_verify.race_check import hints
 from interlace_verify.race_check.agents import Rules
 from interlace_verify.race_check.collector import At
-from interlace_verify.race_check.findings import Access, Finding, RaceReport, Reach, by_cause, named
+from interlace_verify.race_check.findings import (
+    Access,
+    Finding,
+    RaceReport,
+    Reach,
+    by_cause,
+    with_names,
+)
 from interlace_verify.race_check.happens_before import Detector
 from interlace_verify.schedule_check.check import (
     poisoned_memory,
@@ -84,7 +91,7 @@ class TorchAccesses(DispatchMode):
     def _note(self, func: OpOverload, args: object, kwargs: object, result: object) -> None:
         task, detector = self._scheduler.current, self._detector
         name = func.overloadpacket.__name__
-        given = list(_given(func, args, kwargs))
+        given = list(_tensors_of(func, args, kwargs))
         if name == "lift_fresh":  # the last step of torch.tensor(...) and torch.from_numpy(...)
             for tensor, _ in given:
                 detector.new(task, tensor, "tensor")
@@ -111,7 +118,7 @@ def _is_view(func: OpOverload) -> bool:
     )
 
 
-def _given(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+def _tensors_of(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield the tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -309,13 +316,13 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
-    def observed(seed: int, asked: Sequence[Observer]) -> Exception | None:
+    def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
         several = Several(asked)
-        return _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
+        return _observe(on_rank, world_size, seed, several, made, store_buffers, timeout)
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
+        raised = _observe(on_rank, world_size, seed, detector, made, store_buffers, timeout)
         error = SourceText("")
         if raised is not None:
             told = with_lines(raised)
@@ -341,13 +348,13 @@ def races(
             keys = {each.key: detector.first_at[each.key] for each in new}
             relaxed = [Detector(seed, rules, keys) for rules in RELAXED]
             teller = RaceTeller(seed, new, keys)
-            observed(seed, [*relaxed, teller.detector, teller])
+            observe(seed, [*relaxed, teller.detector, teller])
             stories.append(teller.story(seed, raised))
             broken = {key: _broken(key, relaxed) for key in keys}
             free = relaxed[-1].found
             if mixed := {key: at for key, at in keys.items() if broken[key] is None}:
                 alone = [Detector(seed, rules, mixed) for rules in ALONE]
-                observed(seed, alone)
+                observe(seed, alone)
                 for key in mixed:
                     found_by = zip(CAUSES, alone, strict=True)
                     broken[key] = [rule for rule, each in found_by if key in each.found]
@@ -357,12 +364,12 @@ def races(
                 if not each.signal and {*(broken[each.key] or [""])} <= {"releases", "acquires"}
             ]
             asked = {key: keys[key] for key in chained}
-            relays = counters(detector, asked, functools.partial(observed, seed))
+            relays = counters(detector, asked, functools.partial(observe, seed))
             for finding in new:
                 again = teller.detector.found.get(finding.key, finding)
                 behind = free.get(finding.key, finding).signal is not None
                 rules = broken[finding.key] or []
-                told_as = _explained(finding, rules, again, behind, detector.polls)
+                told_as = _explain(finding, rules, again, behind, detector.polls)
                 if access := relays.get(finding.key):
                     text, (at,) = hints.relay(access)
                     told_as = replace(told_as, hint=text, change=(at.lines,))
@@ -382,7 +389,7 @@ def races(
         tuple(stories),
         tuple(refusals),
         frozenset(seen["ordering"]),
-        superfluous(barriers, chosen, observed),
+        superfluous(barriers, chosen, observe),
         frozenset(seen["loads"]),
         frozenset(seen["received"]),
         tuple(each for each in done if each.cause not in {other.cause for other in causes}),
@@ -411,7 +418,7 @@ def _form(error: str) -> str:
     return re.sub(r"\d+", "#", error)
 
 
-def _observed(
+def _observe(
     on_rank: Callable[[Any], Any],
     world_size: int,
     seed: int,
@@ -439,7 +446,7 @@ def _observed(
     finally:
         if isinstance(detector, Detector):
             for key, each in detector.found.items():
-                detector.found[key] = named(each, scheduler.memory)
+                detector.found[key] = with_names(each, scheduler.memory)
     return None
 
 
@@ -470,7 +477,7 @@ def _broken(key: tuple[object, ...], relaxed: list[Detector]) -> list[str] | Non
     return rules[:1] if rules or key in free.found else None
 
 
-def _explained(
+def _explain(
     finding: Finding, broken: list[str], again: Finding, behind: bool, polls: Container[object]
 ) -> Finding:
     """Return ``finding`` with the ``broken`` rules as its cause and the steps of its accesses in ``again``.

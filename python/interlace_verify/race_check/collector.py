@@ -34,7 +34,7 @@ from interlace_verify.race_check.agents import (
     AsyncAgent,
     Rules,
     SignalLog,
-    joined,
+    join_clocks,
     reaches,
 )
 from interlace_verify.race_check.findings import Access, FailedSignal, Finding, Reach
@@ -415,7 +415,7 @@ class Collector(Observer):
         self, task: Task, copy: AsyncAccess, pointers: Handle, *, does: str, stores: bool
     ) -> None:
         agent, size = self._agent(task), pointers.get_element_ty().primitive_bitwidth // 8
-        queue = self._started(agent, copy)
+        queue = self._start(agent, copy)
         site = self._site(agent, f"{does} (async)", program_lines())
         known, fenced = (KnownTimes(clock, queue, self._owners) for clock in queue.known)
         time = queue.base + copy.time
@@ -441,7 +441,7 @@ class Collector(Observer):
                 self._note_load(access)
                 segment.note(segment.loads, cells, queue.first, time, site)
 
-    def _started(self, agent: Agent, copy: AsyncAccess) -> AsyncAgent:
+    def _start(self, agent: Agent, copy: AsyncAccess) -> AsyncAgent:
         """Return the queue of ``copy``, with the clock of its thread at the start of the copy."""
         queue = agent.queues.get(copy.queue)
         if queue is None:
@@ -468,12 +468,12 @@ class Collector(Observer):
         agent = self._agent(task)
         components, at = agent.queues[queue].until(time, reads_only=reads_only)
 
-        def ended(clock: Numbers) -> Numbers:
+        def end_clock(clock: Numbers) -> Numbers:
             clock = self._lengthened(clock).copy()
             clock[components] = np.maximum(clock[components], at)
             return clock
 
-        agent.change(threads, ended)
+        agent.change(threads, end_clock)
 
     def on_arrival(
         self,
@@ -486,13 +486,13 @@ class Collector(Observer):
         told = agent.mbarriers.setdefault(mbarrier, [None, None])
         for thread in threads:
             own = agent.released_by(int(thread), all_threads=not self.rules.barriers)
-            told[0] = joined(told[0], own)
+            told[0] = join_clocks(told[0], own)
             agent.has_released(np.array([thread]), all_threads=not self.rules.barriers)
         if copies is not None:
             components, time = agent.queues[copies[0]].until(copies[1], reads_only=False)
             clock = np.zeros(len(self._owners), np.int64)
             clock[components] = time
-            told[0] = joined(told[0], clock)
+            told[0] = join_clocks(told[0], clock)
 
     def on_phase(self, task: Task, mbarrier: int) -> None:
         told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
@@ -502,7 +502,7 @@ class Collector(Observer):
         agent = self._agent(task)
         _, done = agent.mbarriers.get(mbarrier, (None, None))
         if done is not None:
-            agent.change(threads, lambda clock: joined(clock, done))
+            agent.change(threads, lambda clock: join_clocks(clock, done))
 
 
 def does_of(what: str, pointers: Handle) -> str:

@@ -102,8 +102,8 @@ class Extent:
 
     def __str__(self) -> str:
         counts = self.elements, self.programs, self.ranks
-        elements, programs, ranks = map(counted, counts, ("element", "program", "rank"))
-        return f"{elements}, {programs} of {ranks}, {counted(len(self.seeds), 'schedule')}"
+        elements, programs, ranks = map(in_words, counts, ("element", "program", "rank"))
+        return f"{elements}, {programs} of {ranks}, {in_words(len(self.seeds), 'schedule')}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Finding:
         if self.first is not None:
             lines.append(f"  first   {self.first}")
         lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
-        elements = counted(self.count, "element")
+        elements = in_words(self.count, "element")
         if self.memory:
             lines.append(f"  on      {byte_of(self.memory, self.offset, self.part)}, {elements}")
         lines += [f"  and     {text}" for text in self.also]
@@ -198,7 +198,7 @@ class Finding:
         return "\n".join(lines)
 
 
-def counted(count: int, what: str) -> str:
+def in_words(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
@@ -249,11 +249,11 @@ class RaceReport:
 
     def __str__(self) -> str:
         count = len(self.seeds)
-        schedules = counted(count, "schedule")
+        schedules = in_words(count, "schedule")
         head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
         if self.clean:
             return "\n".join([head + "no findings", *self.notes])
-        parts = [counted(len(self.findings), "finding")]
+        parts = [in_words(len(self.findings), "finding")]
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
         if self.refusals:
@@ -297,7 +297,7 @@ class Reach:
         self.seeds.add(finding.seed)
         for access in filter(None, (finding.first, finding.second)):
             self.programs.add((access.rank, access.who.partition(" of launch ")[0]))
-            self.accesses[_what(access)] = None
+            self.accesses[_kind_of(access)] = None
         where = finding.memory if finding.first else f"{finding.memory}, byte {finding.offset}"
         marks = np.zeros(int(bytes_.max()) + 1, np.bool_)
         marks[bytes_] = True
@@ -341,13 +341,13 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
         if known.kind != finding.kind and known.kind in ORDERS:
             reverse[cause] = finding.kind
         reach.setdefault(cause, Reach()).join(reaches[finding.key])
-    also = {cause: _others(finding, reach[cause]) for cause, finding in first.items()}
+    also = {cause: _other_accesses(finding, reach[cause]) for cause, finding in first.items()}
     for cause, finding in list(first.items()):
         races = (each for each, race in first.items() if race.first is not None)
         of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
         if of is not None:
             del first[cause]
-            also[of] += (f"{finding.kind} if it runs first: {_what(finding.second)}",)
+            also[of] += (f"{finding.kind} if it runs first: {_kind_of(finding.second)}",)
     told = [
         replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
         for at, each in first.items()
@@ -360,7 +360,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
     """Return whether ``finding`` loads unwritten memory, all of which ``race`` stores."""
-    if finding.kind != "uninitialised" or _what(finding.second) not in race.accesses:
+    if finding.kind != "uninitialised" or _kind_of(finding.second) not in race.accesses:
         return False
     for where, marks in reach.marks.items():
         stored = race.marks.get(where.rpartition(", byte ")[0], np.zeros(0, np.bool_))
@@ -370,8 +370,8 @@ def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
     return True
 
 
-def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
-    told = {_what(each) for each in (finding.first, finding.second) if each is not None}
+def _other_accesses(finding: Finding, reach: Reach) -> tuple[str, ...]:
+    told = {_kind_of(each) for each in (finding.first, finding.second) if each is not None}
     others = [text for text in reach.accesses if text not in told]
     more = len(others) - MOST_ACCESSES
     return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
@@ -385,7 +385,7 @@ def _is_part(finding: Finding, whole: Finding) -> bool:
     return finding.cause == whole.cause
 
 
-def _what(access: Access) -> str:
+def _kind_of(access: Access) -> str:
     return f"{access.what} at {', called from '.join(access.lines)}"
 
 
@@ -394,7 +394,7 @@ def on_more_ranks(finding: Finding, world_size: int) -> Finding:
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 
-def named(finding: Finding, memory: Allocations) -> Finding:
+def with_names(finding: Finding, memory: Allocations) -> Finding:
     """Return ``finding`` with the names of the parts of ``memory``, the run's memory."""
     part, signal = memory.part(finding.memory, finding.offset), finding.signal
     if signal is not None:

@@ -39,7 +39,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
-from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, joined
+from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, join_clocks
 from interlace_verify.race_check.collector import (
     At,
     Collector,
@@ -131,7 +131,7 @@ class Detector(Collector):
 
     def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
         clock = self._agent(task).hand_over()
-        self._meetings[meeting] = joined(self._meetings.get(meeting), clock)
+        self._meetings[meeting] = join_clocks(self._meetings.get(meeting), clock)
 
     def on_met(self, task: Task, meeting: Any) -> None:
         self._agent(task).learn(self._meetings[meeting])
@@ -395,7 +395,7 @@ class Detector(Collector):
             sent = {scope: self.mirrored(own, agent.PUTS)}
         for sent_scope, clock in sent.items():
             key = (agent, min(scope, sent_scope), thread)
-            messages[key] = joined(messages.get(key), clock)
+            messages[key] = join_clocks(messages.get(key), clock)
 
     def on_barrier(self, task: Task, threads: Lanes = None) -> None:
         if self.rules.ignored is not None and self.rules.ignored in program_lines()[:1]:

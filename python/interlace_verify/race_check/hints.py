@@ -28,7 +28,7 @@ def _line(access: Access) -> str:
     return f"{access.what} at {access.lines[0]}" if access.lines else access.what
 
 
-def _own(access: Access) -> Access:
+def _without_shims(access: Access) -> Access:
     """Return ``access`` without the lines of shims, which the user cannot change."""
     depth = next((n for n, line in enumerate(access.lines) if not _is_ours(line)), 0)
     return replace(access, lines=access.lines[depth:])
@@ -40,14 +40,14 @@ def _is_ours(line: SourceText) -> bool:
 
 def _accesses(finding: Finding) -> tuple[Access, Access]:
     assert finding.first is not None
-    return _own(finding.first), _own(finding.second)
+    return _without_shims(finding.first), _without_shims(finding.second)
 
 
 def _ends(finding: Finding) -> tuple[Access, Access]:
     """Return the signal and the wait between the two accesses, or these accesses if there is no signal."""
     if finding.signal is None:
         return _accesses(finding)
-    return _own(finding.signal.written), _own(finding.signal.seen)
+    return _without_shims(finding.signal.written), _without_shims(finding.signal.seen)
 
 
 def _wide(finding: Finding) -> str:
@@ -77,7 +77,7 @@ def scope(finding: Finding) -> Hint:
         if finding.signal is None:
             return Hint(f'use scope="{wide}" for the signal and the wait', (first, second))
         first, second = _ends(finding)
-    narrow = [each for each in (first, second) if _how(each)[1] not in enough]
+    narrow = [each for each in (first, second) if _order_and_scope(each)[1] not in enough]
     whose, at = "" if narrow else "the fences around ", narrow or [first, second]
     lines = dict.fromkeys(map(_line, at))
     return Hint(f'use scope="{wide}" for {whose}{" and ".join(lines)}', tuple(at))
@@ -95,21 +95,21 @@ def _half(half: str, finding: Finding) -> Hint:
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
         return relay(signal)
     if half == "acquire":
-        return Hint(f"change the wait, {_ordered(wait, 'acquire', finding)}", (wait,))
+        return Hint(f"change the wait, {_order_hint(wait, 'acquire', finding)}", (wait,))
     if finding.first is not None and finding.first.what == "puts":
         return puts(finding)
-    return Hint(f"change the signal, {_ordered(signal, 'release', finding)}", (signal,))
+    return Hint(f"change the signal, {_order_hint(signal, 'release', finding)}", (signal,))
 
 
 release, acquire = (functools.partial(_half, each) for each in ("release", "acquire"))
 
 
 def relay(access: Access) -> Hint:
-    own = _own(access)
+    own = _without_shims(access)
     return Hint(f'change {_line(own)}, which signals and waits, to sem="acq_rel"', (own,))
 
 
-def _ordered(access: Access, half: str, finding: Finding) -> str:
+def _order_hint(access: Access, half: str, finding: Finding) -> str:
     """Say how to add ``half``, "release" or "acquire", to the order that ``access`` has."""
     kind, scope = access.what.partition(" ")[0], _wide(finding)
     if kind in ("load", "loads"):
@@ -119,7 +119,7 @@ def _ordered(access: Access, half: str, finding: Finding) -> str:
         how = f'tl.atomic_xchg(..., sem="release", scope="{scope}") or st.release.{scope}'
         return f"{_line(access)}, to {how}"
     other = "acquire" if half == "release" else "release"
-    sem = "acq_rel" if _how(access)[0] in (other, "acq_rel") else half
+    sem = "acq_rel" if _order_and_scope(access)[0] in (other, "acq_rel") else half
     return f'{_line(access)}, to sem="{sem}"'
 
 
@@ -141,7 +141,7 @@ def puts(finding: Finding) -> Hint:
     return Hint(f"{text}, {_line(signal)}", (signal,))
 
 
-def _moved(signal: Access, first: Access) -> Hint:
+def _move_signal(signal: Access, first: Access) -> Hint:
     """Move a signal that is sent too early: its line, or its call in the function of ``first``."""
     functions = [line.rpartition(" ")[2] for line in (*first.lines[:1], *signal.lines)]
     depth = functions.index(functions[0], 1) - 1 if functions[0] in functions[1:] else 0
@@ -159,11 +159,11 @@ def plain_flag(finding: Finding, polls: Container[object]) -> Hint | None:
         load, signal = finding.polled, None
         if load is None or (load.what, load.lines) not in polls:
             return None
-    text = f"poll with acquire: change {_ordered(_own(load), 'acquire', finding)}"
+    text = f"poll with acquire: change {_order_hint(_without_shims(load), 'acquire', finding)}"
     if signal is None:
-        return Hint(text, (_own(load),))
+        return Hint(text, (_without_shims(load),))
     return Hint(
-        f"{text}; and signal with release: change {_ordered(signal, 'release', finding)}",
+        f"{text}; and signal with release: change {_order_hint(signal, 'release', finding)}",
         (load, signal),
     )
 
@@ -171,9 +171,9 @@ def plain_flag(finding: Finding, polls: Container[object]) -> Hint | None:
 def missing(finding: Finding, behind: bool) -> Hint:
     """Return the hint if no rule explains the race. ``behind``: the signal follows the first access."""
     first, second = _accesses(finding)
-    plain: Access | None = None if finding.polled is None else _own(finding.polled)
+    plain: Access | None = None if finding.polled is None else _without_shims(finding.polled)
     if plain is None and finding.race == "mixed access":
-        plain, atomic = (second, first) if _how(first)[0] else (first, second)
+        plain, atomic = (second, first) if _order_and_scope(first)[0] else (first, second)
         signals = ("store ", "xchg (relaxed", "xchg (release")  # these do not wait
         resets = plain.what == "stores" and atomic.what.startswith(signals)
         if resets or plain.what not in ("loads", "stores"):
@@ -181,11 +181,11 @@ def missing(finding: Finding, behind: bool) -> Hint:
     if plain is not None:
         poll = plain.what == "loads"
         text = f"{'poll with acquire' if poll else 'signal with release'}: change "
-        return Hint(text + _ordered(plain, "acquire" if poll else "release", finding), (plain,))
+        return Hint(text + _order_hint(plain, "acquire" if poll else "release", finding), (plain,))
     if finding.signal is not None:
         signal, wait = _ends(finding)
         if not behind:
-            return _moved(signal, first)
+            return _move_signal(signal, first)
         which = f"{_line(wait)} does not wait for {_line(signal)}"
         text = f"{which}: its width differs, or the word was overwritten"
         return Hint(text, (signal, wait))
@@ -200,7 +200,7 @@ def missing(finding: Finding, behind: bool) -> Hint:
     return Hint(text, (second,))
 
 
-def _how(access: Access) -> tuple[str, str]:
+def _order_and_scope(access: Access) -> tuple[str, str]:
     """Return the order and the scope of an atomic, or empty strings for another access."""
     found = re.search(r"\((\w+), (\w+)\)", access.what)
     return (found[1], found[2]) if found else ("", "")

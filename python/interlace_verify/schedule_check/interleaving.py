@@ -80,7 +80,7 @@ def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
     """Yield ``steps``, with neighbours that do the same to adjacent bytes as one step."""
     before: Step | None = None
     for step in steps:
-        both = before and _joined(before, step)
+        both = before and _join(before, step)
         if before is not None and both is None:
             yield before
         before = both or step
@@ -88,7 +88,7 @@ def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
         yield before
 
 
-def _joined(one: Step, other: Step) -> Step | None:
+def _join(one: Step, other: Step) -> Step | None:
     last, found = _ELEMENTS.match(one.text), _ELEMENTS.match(other.text)
     if not (last and found and one.nbytes and other.nbytes and one.lines == other.lines):
         return None
@@ -209,14 +209,14 @@ class Storyteller(Observer):
             wanted = np.broadcast_to(atomic.compare.data, result.data.shape)
             swapped = before == active(wanted, atomic.pointers, atomic.mask)
             addresses = [each for each, done in zip(addresses, swapped, strict=True) if done]
-        after = self._waited(task, addresses) if atomic.acquires else ()
+        after = self._awaited_steps(task, addresses) if atomic.acquires else ()
         sees = "" if atomic.kind == "store" else f", sees {seen}{more}"
         text, writes = f"{verb} at {place}{sees}", bool(addresses) and not atomic.reads_only
         self._note(task, text, program_lines(), after, span=span, writes=writes)
         if not atomic.reads_only:
             self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
 
-    def _waited(self, task: Task, addresses: list[int]) -> list[int]:
+    def _awaited_steps(self, task: Task, addresses: list[int]) -> list[int]:
         """Return other tasks' steps that wrote these signals and that ``task`` has not seen yet."""
         found = {self._written[each] for each in addresses if each in self._written}
         new = sorted({step for writer, step in found if writer is not task})
@@ -229,17 +229,19 @@ class Storyteller(Observer):
         self._note(task, f"barrier{met}", program_lines(), span=())
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
-        self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))
+        self._note(
+            task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued_at(task)
+        )
         self._written[slot.data_ptr()] = task, self._count - 1
 
     def on_signals_seen(self, task: Task, slots: Any) -> None:
         addresses = [slots.data_ptr() + each * slots.itemsize for each in range(slots.numel())]
-        after = self._waited(task, addresses)
+        after = self._awaited_steps(task, addresses)
         if after:
-            self._note(task, "has waited for signals", _enqueued(task), after)
+            self._note(task, "has waited for signals", _enqueued_at(task), after)
 
     def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: object) -> None:
-        self._note(task, f"has done: {label}", _enqueued(task))
+        self._note(task, f"has done: {label}", _enqueued_at(task))
 
 
 def _words(addresses: Sequence[int] | Numbers, size: int) -> set[int]:
@@ -250,7 +252,7 @@ def _words(addresses: Sequence[int] | Numbers, size: int) -> set[int]:
     return {*(ends // np.uint64(4)).tolist()}
 
 
-def _enqueued(task: Task) -> tuple[SourceText, ...]:
+def _enqueued_at(task: Task) -> tuple[SourceText, ...]:
     return (task.owner.running,) if task.owner is not None else ()
 
 

@@ -103,7 +103,7 @@ def installed(*names: str) -> Iterator[None]:
             if real.isidentifier():
                 STOOD_FOR.append(real)
                 leaving.callback(STOOD_FOR.remove, real)
-        leaving.enter_context(stand_ins.installed(modules))
+        leaving.enter_context(stand_ins.installing(modules))
         if "torch" in names:
             leaving.enter_context(_torch_of_a_gpu())
         yield
@@ -162,7 +162,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
     real = {name: getattr(c10d, name) for name in torch_distributed.REPLACED}
 
     def modules() -> list[types.ModuleType]:
-        of_user = {name: m for name, m in sys.modules.items() if name not in known and _own(m)}
+        of_user = {name: m for name, m in sys.modules.items() if name not in known and _is_own(m)}
         _IMPORTED.update(of_user)
         return [symmetric, *of_user.values()]
 
@@ -172,11 +172,11 @@ def _torch_of_a_gpu() -> Iterator[None]:
         lambda streams: [torch_cuda.OnOneCpu(streams)],
         torch_distributed.join,
     )
-    token = place.AROUND.set(functools.partial(user_code.entered, setup))
+    token = place.AROUND.set(functools.partial(user_code.enclosing_run, setup))
     try:
         with contextlib.ExitStack() as leaving:
 
-            def imported(module: types.ModuleType) -> None:
+            def replace_functions(module: types.ModuleType) -> None:
                 """Replace ``torch.distributed`` functions that a module of torch holds by name."""
                 for name, value in torch_distributed.REPLACED.items():
                     if vars(module).get(name) is real[name]:
@@ -188,15 +188,15 @@ def _torch_of_a_gpu() -> Iterator[None]:
                 for name, value in names.items():
                     stand_ins.put(leaving, vars(module), name, value)
             for module in [m for name, m in sys.modules.items() if name.startswith("torch.")]:
-                imported(module)
-            leaving.enter_context(stand_ins.imported_as_it_is("torch", imported))
+                replace_functions(module)
+            leaving.enter_context(stand_ins.imported_as_it_is("torch", replace_functions))
             yield
     finally:
         place.AROUND.reset(token)
         modules()
 
 
-def _own(module: types.ModuleType) -> bool:
+def _is_own(module: types.ModuleType) -> bool:
     """Return whether a module belongs to the checked files and not to a library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent

@@ -175,10 +175,10 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 def join(place: Place) -> None:
     """Register the group of all ranks as torch's default group, for the rank of ``place``."""
     group = SimulatedGroup.over(place, groups.default_group, DEFAULT_NAME)
-    _c10d._world.default_pg = _registered(group, range(place.world_size))
+    _c10d._world.default_pg = _register(group, range(place.world_size))
 
 
-def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
+def _register(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
     world, name = _c10d._world, group.getGroupName()
     world.pg_map[group] = ("interlace", torch_groups.HashStore())
     world.pg_names[group] = name
@@ -203,7 +203,7 @@ def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: objec
     if not isinstance(made, Communicator):
         return made
     name = name_of(groups.default_group(), made)
-    return _registered(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
+    return _register(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
 
 
 def resolve_process_group(name: str) -> Any:

@@ -31,11 +31,11 @@ from interlace_verify.lint_check.check import (
     by_cause,
     lint_many,
     lint_request,
-    settled,
+    settle,
 )
-from interlace_verify.protocols.patterns import PATTERNS, explored
+from interlace_verify.protocols.patterns import PATTERNS, explore_pattern
 from interlace_verify.race_check.check import races
-from interlace_verify.race_check.findings import Finding, RaceReport, counted, on_more_ranks
+from interlace_verify.race_check.findings import Finding, RaceReport, in_words, on_more_ranks
 from interlace_verify.schedule_check import parallel
 from interlace_verify.schedule_check.check import ScheduleReport, schedules
 from interlace_verify.shims.imports import calls_a_shim, needed_for
@@ -187,7 +187,7 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
 def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool) -> JobResult:
     notes = []
     with compiled_for(plan.run_for) as arches:
-        report = _raced(fn, world_size, plan)
+        report = _race(fn, world_size, plan)
     if plan.run_for and not arches <= {*plan.run_for}:
         wanted, ran = (", ".join(f"sm_{each}" for each in some) for some in (plan.run_for, arches))
         notes.append(
@@ -201,13 +201,13 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
     if not (report.events or report.errors or refusals):
         refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
-    count = f"{report.events} accesses in {counted(len(report.seeds), 'schedule')}"
+    count = f"{report.events} accesses in {in_words(len(report.seeds), 'schedule')}"
     report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
     found = {"refusals": tuple(refusals), "notes": (*notes, *report.notes)}
     return _result(count, _texts(report), report=report, **found)
 
 
-def _raced(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
+def _race(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
     """Return the report of as many schedules as the plan and its budget allow."""
     if not plan.budget:
         return races(fn, world_size, seeds=plan.seeds)
@@ -244,13 +244,13 @@ def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bo
     with compiled_for(plan.run_for):
         report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
     texts = [f"{report}{_shim_hint(str(report))}"] if report.failing else []
-    count = counted(report.schedules, "schedule")
+    count = in_words(report.schedules, "schedule")
     refusals = (report.refusal,) * bool(report.refused)
     return _result(count, texts, report=report, refusals=refusals)
 
 
 def _protocol(name: str, ranks: int, rounds: int) -> JobResult:
-    found = explored(name, ranks, rounds)
+    found = explore_pattern(name, ranks, rounds)
     reduced = ", reduced" if found.reduced else ""
     texts = [str(each) for each in (*found.deadlocks, *found.violations)]
     return _result(f"{found.states} states{reduced}", texts)
@@ -323,7 +323,7 @@ def lint_shipped(
     for entry, report in zip(chosen, reports, strict=True):
         variant = f"{entry.variant} sm_{entry.arch}".strip()
         texts = (f"{report.name} for sm_{report.arch}: {text}" for text in report.problems())
-        results.append(_linted(wanted[entry.kernel], variant, tuple(texts), report.seconds))
+        results.append(_lint(wanted[entry.kernel], variant, tuple(texts), report.seconds))
     return _of_processor(results, processor_seconds() - begin)
 
 
@@ -358,22 +358,24 @@ def lint_launches(
     private = frozenset().union(*(report.loads for report in checked if ended))
     private -= frozenset().union(*(report.received for report in checked))
     linted, requests, begin = [], [], processor_seconds()
-    for name, asked in launched(results):
+    for name, asked in launched_kernels(results):
         try:
             if isinstance(asked, str):
                 raise ValueError(asked)
             requests += [replace(each, kernel=_kernel(*each.kernel)) for each in asked]
         except (ImportError, LookupError, TypeError, ValueError) as error:
             text = f"{name} cannot be linted: {error}"
-            linted.append(replace(_linted(subject, name, ()), refusals=(text,)))
+            linted.append(replace(_lint(subject, name, ()), refusals=(text,)))
     reports = lint_many(requests, on_report=lambda report: on_done())
-    for report in by_cause([settled(report, ordering, private) for report in reports]):
+    for report in by_cause([settle(report, ordering, private) for report in reports]):
         variant = f"{report.kernel} sm_{report.arch}"
-        linted.append(_linted(subject, variant, report.texts(), report.seconds, report))
+        linted.append(_lint(subject, variant, report.texts(), report.seconds, report))
     return _of_processor(linted, processor_seconds() - begin)
 
 
-def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
+def launched_kernels(
+    results: Sequence[JobResult],
+) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
     """Return, by name, all forms of kernels that race checks saw, or the reason not to lint one."""
     reports = (each.report for each in results if isinstance(each.report, RaceReport))
     return [*{repr(each): each for report in reports for each in report.launches}.values()]
@@ -405,7 +407,7 @@ def _kernel(module: str, name: str) -> Any:
     raise LookupError(f"{module} has no kernel {name}")
 
 
-def _linted(
+def _lint(
     subject: str,
     variant: str,
     texts: tuple[str, ...],

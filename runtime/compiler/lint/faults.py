@@ -158,7 +158,7 @@ class Fault:
         return f"{self.rule}: {self.message}"
 
 
-def selected(faults: Iterable[Fault], ignore: Collection[str] = ()) -> tuple[Fault, ...]:
+def select_faults(faults: Iterable[Fault], ignore: Collection[str] = ()) -> tuple[Fault, ...]:
     order = list(RULES)
     kept = [fault for fault in dict.fromkeys(faults) if fault.rule not in ignore]
     return tuple(sorted(kept, key=lambda fault: order.index(fault.rule)))

@@ -61,7 +61,7 @@ class Places:
             callers = self._fresh.get(caller) or self._known.get(caller) or {(caller,): None}
             self._now = {(frame, *chain): None for chain in callers if frame not in chain}
         else:
-            self._now = {(frame, *self._commented(comment or "")): None}
+            self._now = {(frame, *self._frames_of(comment or "")): None}
         self._fresh[frame] = self._now
         known = self._known.setdefault(frame, {})
         for chain in self._now:
@@ -80,7 +80,7 @@ class Places:
             earlier = before[index]
             chains[index] = chain = max(
                 reversed(self._of_instructions[index]),  # of equally good ones, the last
-                key=lambda one: max((_shared(one, other) for other in earlier), default=0),
+                key=lambda one: max((_calls_in_common(one, other) for other in earlier), default=0),
             )
             # The compiler gives some instructions no line. They get the chain of the ones before them.
             nearest = {chain} if chain and chain[0].line else earlier
@@ -91,7 +91,7 @@ class Places:
     def _frame(self, number: str, line: str, column: str) -> Frame:
         return Frame(self._paths.get(int(number), ""), int(line), int(column))
 
-    def _commented(self, comment: str) -> FrameChain:
+    def _frames_of(self, comment: str) -> FrameChain:
         frames = []
         for called_at in comment.replace("]", "").split("@[")[1:]:
             name, _, rest = called_at.strip().partition(":")
@@ -100,7 +100,7 @@ class Places:
         return tuple(frames)
 
 
-def _shared(one: FrameChain, other: FrameChain) -> int:
+def _calls_in_common(one: FrameChain, other: FrameChain) -> int:
     """Return how many calls two chains have in common, counted from the kernel."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

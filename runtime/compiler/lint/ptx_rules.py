@@ -191,14 +191,14 @@ def weak_poll(program: PtxModule) -> list[Fault]:
     def orders(i: int) -> bool:
         return ("sys" in code[i].parts and _is_fence(code[i])) or is_acquire(code[i])
 
-    def unordered(poll: int) -> bool:
+    def is_unordered(poll: int) -> bool:
         reached = program.flow.reach([poll], orders) - set(found)
         return any(_is_data_load(code[i]) for i in reached)
 
     return [
         Fault("weak poll", f"{code[i].operation} acquires nothing", describe(code[i].chain))
         for i in found
-        if unordered(i)
+        if is_unordered(i)
     ]
 
 

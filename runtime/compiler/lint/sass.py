@@ -122,18 +122,18 @@ def loops(sass: str) -> tuple[Loop, ...]:
     """Return the loops of ``nvdisasm -g``'s text in code order, after the code outside all loops."""
     code, labels = operations(sass)
     flow = control_flow(code, labels)
-    found = [_counted("", 0, [one for i, one in enumerate(code) if not flow.loop(i)], 1)]
+    found = [_count_loop("", 0, [one for i, one in enumerate(code) if not flow.loop(i)], 1)]
     for first, body in sorted(flow.loops.items()):
         instructions = [code[i] for i in sorted(body) if flow.loop(i) is body]
         depth = sum(first in other for other in flow.loops.values())
         if len(body) > 1:  # otherwise a jump to itself after the end, which is never reached
             found.append(
-                _counted(place(code[flow.last(first)].frame), depth, instructions, _ROUNDS)
+                _count_loop(place(code[flow.last(first)].frame), depth, instructions, _ROUNDS)
             )
     return tuple(found)
 
 
-def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop:
+def _count_loop(where: str, depth: int, code: list[Operation], rounds: int) -> Loop:
     def count(name: str, modifier: str = "") -> int:
         return sum(one.name == name and modifier in one.modifiers for one in code)
 
@@ -213,7 +213,7 @@ def spills(counts: Counter[str]) -> int:
     return counts["LDL"] + counts["STL"]
 
 
-def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
+def find_spills(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
     """Return a fault if an architecture that should need no stack uses it."""
     if arch not in STRICT_ARCHES or not (stack or spill_instructions):
         return []
@@ -255,7 +255,7 @@ def _fits(dot: Dot, num_warps: int) -> bool:
     return whole and dot.dtype in ("bf16", "f16", "f8E4M3FN", "f8E5M2") and num_warps in (4, 8)
 
 
-def weakened(program: PtxModule, sass: str) -> list[Fault]:
+def find_weakened(program: PtxModule, sass: str) -> list[Fault]:
     """Find system-scope acquires and releases whose source line has no such instruction in the SASS.
 
     ``sass`` is the text of ``nvdisasm -g``. If the value of an acquire is unused, its load is removed, but
@@ -299,5 +299,5 @@ def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list
     program = PtxModule(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)
-    found += weakened(program, sass)
+    found += find_weakened(program, sass)
     return found + without_tensor_cores(ir.dots(), instruction_counts(sass), arch, num_warps)

@@ -57,7 +57,7 @@ class TritonIR:
             return (Frame(found.group(1), int(found.group(2)), int(found.group(3))),)
         return ()
 
-    def _located(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], FrameChain]]:
+    def _locate(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], FrameChain]]:
         for line in self._lines:
             found = pattern.search(line)
             if found and (at := _AT.search(line)):
@@ -65,7 +65,7 @@ class TritonIR:
 
     def dots(self) -> list[Dot]:
         dots = []
-        for found, chain in self._located(_DOT):
+        for found, chain in self._locate(_DOT):
             operand, *_, result = _TENSOR.findall(found.group(0))
             shape = tuple(int(extent) for extent in result[0].split("x") if extent)
             # fp32 dots that may round their operands, to TF32 or in parts, are marked.
@@ -82,12 +82,12 @@ class TritonIR:
         message = "nothing uses the acquired value, so it is not read"
         found = [
             Fault("dropped wait", message, describe(at))
-            for _, at in self._located(_ACQUIRE)
+            for _, at in self._locate(_ACQUIRE)
             if at and not unplaced and (at[0].path, at[0].line) not in lines
         ]
         for start, line in enumerate(self._lines):
             if "scf.while" in line:
-                found += self._plain_polls(start, _polled(program))
+                found += self._plain_polls(start, _polling_lines(program))
         return found
 
     def _plain_polls(self, start: int, kept: set[tuple[str, int]]) -> Iterator[Fault]:
@@ -169,7 +169,7 @@ class TritonIR:
                 return False
 
 
-def _polled(program: PtxModule) -> set[tuple[str, int]]:
+def _polling_lines(program: PtxModule) -> set[tuple[str, int]]:
     """Return the lines of all loads that end a loop, and of the calls that lead to them."""
     frames = (frame for i in polls(program) for frame in program.instructions[i].chain)
     return {(frame.path, frame.line) for frame in frames}

@@ -211,7 +211,7 @@ class Agreement:
         """Wait for the answers to ``call``, which are most likely the same as last time."""
         self._waited = number = self._next(call.op, None)
         self._note(number, known.digest, 0)
-        row = self._expected(number, known)
+        row = self._expected_message(number, known)
         for _ in range(GLANCES):
             if self._row(number) == row:
                 self._waited = 0
@@ -239,7 +239,7 @@ class Agreement:
         if not self._boards:
             return list(self._processes.exchange(payload, doing))
         op = payload if payload.startswith(CALLS) else doing
-        with record.recorded(self._processes.group, op):
+        with record.recording_op(self._processes.group, op):
             return self._exchange(payload, doing, keep=False)
 
     def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
@@ -260,8 +260,10 @@ class Agreement:
         """Return all ranks' notes under ``number``, once they are complete; this rank's is ``payload``."""
         answers = [payload] * self._world_size
         for peer in self._peers:
-            if not self._noted(number, peer):
-                self._processes.group.wait_until(partial(self._noted, number, peer), doing, (peer,))
+            if not self._is_noted(number, peer):
+                self._processes.group.wait_until(
+                    partial(self._is_noted, number, peer), doing, (peer,)
+                )
             theirs, area = self._note_of(number, peer)
             if theirs != digest:
                 answers[peer] = self._text(peer, theirs, area, number)
@@ -284,7 +286,7 @@ class Agreement:
         shared.release(at, number)
         self.number = number
 
-    def _noted(self, number: int, peer: int) -> bool:
+    def _is_noted(self, number: int, peer: int) -> bool:
         return self._shared.acquired(self._at(number) + peer) >= number
 
     def _note_of(self, number: int, peer: int) -> tuple[int, int]:
@@ -298,7 +300,7 @@ class Agreement:
         at = self._at(number) * WORD
         return self._row_bytes[at : at + 2 * WORD * self._world_size]
 
-    def _expected(self, number: int, known: _AgreedCall) -> bytes:
+    def _expected_message(self, number: int, known: _AgreedCall) -> bytes:
         return _word(number) * self._world_size + known.row
 
     def _written(self, text: bytes) -> int:
@@ -357,7 +359,7 @@ class Agreement:
                 if entry is None:
                     if number + 1 == self._waited:
                         break  # the notes were not read completely
-                elif self._row(number + 1) != self._expected(
+                elif self._row(number + 1) != self._expected_message(
                     number + 1, entry[0]
                 ) and not self._equal(number + 1, *entry):
                     break
@@ -371,7 +373,7 @@ class Agreement:
         """Return whether all peers have noted ``call`` under ``number``; record one that noted another."""
         ready = True
         for peer in self._peers:
-            if not self._noted(number, peer):
+            if not self._is_noted(number, peer):
                 ready = False
             elif self._note_of(number, peer)[0] != known.digest:
                 self.differs, self._problem = number, self._difference(peer, call, number)
@@ -383,7 +385,7 @@ class Agreement:
         messages = [call.message] * self._world_size
         try:
             for other in self._peers:
-                if other == peer or self._noted(number, other):
+                if other == peer or self._is_noted(number, other):
                     digest, area = self._note_of(number, other)
                     messages[other] = self._text(other, digest, area, number)
             compare(messages)

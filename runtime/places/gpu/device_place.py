@@ -191,7 +191,7 @@ class DevicePlace(Place):
         buffer = self._allocate(nbytes)
         if self._one is None:  # now, because both may synchronize the device
             self.alarm_stream()
-            self._one = driver.pinned([1])
+            self._one = driver.pinned_tensor([1])
         self._buffers.append(buffer)
         self._epochs[buffer.addresses[self.rank]] = 0
         self._load_signals(buffer)

@@ -92,14 +92,14 @@ def _check(error: int, doing: str) -> None:
 
 
 @functools.cache
-def _loaded() -> Driver:
+def _load_driver() -> Driver:
     return Driver(ctypes.CDLL("libcuda.so.1"))
 
 
 @functools.cache
 def stream_words(device: int) -> Driver | None:
     """Return the driver that writes words on GPU number ``device``; None if it cannot."""
-    driver = _loaded()
+    driver = _load_driver()
     return driver if driver.has_words(device) else None
 
 
@@ -112,7 +112,7 @@ def alarm_stream(device: int) -> torch.cuda.Stream:
     """
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that there is a context
-        return torch.cuda.ExternalStream(_loaded().new_stream(-1))
+        return torch.cuda.ExternalStream(_load_driver().new_stream(-1))
 
 
 def current_stream(device: int) -> int:
@@ -121,14 +121,14 @@ def current_stream(device: int) -> int:
 
 def capture_of(stream: int) -> int:
     """Return a number for the graph capture of the caller's current ``stream``, or 0."""
-    return _loaded().capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+    return _load_driver().capture(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def leave_captures_alone() -> None:
     """Let the calling thread use CUDA while another thread captures a graph. Once per thread."""
-    _loaded().leave_captures_alone()
+    _load_driver().leave_captures_alone()
 
 
-def pinned(words: Sequence[int]) -> torch.Tensor:
+def pinned_tensor(words: Sequence[int]) -> torch.Tensor:
     """Return an int64 tensor of the host that copy engines and streams can access."""
     return torch.tensor(words, dtype=torch.int64).pin_memory()

@@ -126,7 +126,7 @@ class _Compiled:
             self._order = []  # the given order
         metadata = self.kernel.metadata
         self._direct = triton_launcher.direct(
-            self.kernel, lambda signature: leaves(signature).values(), self._nested
+            self.kernel, lambda signature: leaves(signature).values(), self._nest
         )
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
@@ -135,7 +135,7 @@ class _Compiled:
             return values
         return [values[index] if index >= 0 else default for index, default in self._order]
 
-    def _nested(self, values: Sequence[object]) -> list[object]:
+    def _nest(self, values: Sequence[object]) -> list[object]:
         """Return one value per parameter: the values of a tuple as a tuple."""
         nested = list(values)
         for part in reversed(self._tuples):
@@ -150,7 +150,7 @@ class _Compiled:
         enter, leave = triton_launcher.hooks()
         metadata = None
         if enter is not None:
-            metadata = kernel.launch_metadata(extents, stream, *self._nested(values))
+            metadata = kernel.launch_metadata(extents, stream, *self._nest(values))
         if self._direct is not None:
             address = None if scratch is None else scratch.data_ptr()
             self._direct(extents, stream, (metadata, enter, leave), address, values)
@@ -158,7 +158,7 @@ class _Compiled:
         with triton_launcher.scratch_from(scratch):
             kernel.run(
                 *extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
-                *self._nested(values),
+                *self._nest(values),
             )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def interrupted_after(seconds: float) -> Iterator[threading.Event]:
 
 RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-VALUE, _FAILED = b"V", b"F"  # the first byte of a message for :func:`agreed`
+VALUE, _FAILED = b"V", b"F"  # the first byte of a message for :func:`agree_on`
 
 _lock = threading.Lock()  # torch's sockets have the process's name
 _numbers = itertools.count()
@@ -103,7 +103,7 @@ class ExchangeStore(Store):
         """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
             payload, self._mine = self._mine, None
-            self._values = agreed(self._exchange, VALUE + payload)
+            self._values = agree_on(self._exchange, VALUE + payload)
         return self._values
 
     def set(self, key: str, content: Any) -> None:
@@ -128,7 +128,7 @@ class ExchangeStore(Store):
         return True
 
 
-def agreed(exchange: Exchange, payload: bytes) -> list[bytes]:
+def agree_on(exchange: Exchange, payload: bytes) -> list[bytes]:
     """Return every rank's message without its first byte; MemoryRefused if a rank has failed."""
     answers = exchange(payload, "an allocation of symmetric memory")
     failures = [
@@ -150,9 +150,9 @@ def together(exchange: Exchange) -> Iterator[None]:
         raise
     except Exception as error:
         with contextlib.suppress(MemoryRefused):
-            agreed(exchange, _FAILED + f"{type(error).__name__}: {error}"[:1000].encode())
+            agree_on(exchange, _FAILED + f"{type(error).__name__}: {error}"[:1000].encode())
         raise MemoryRefused(f"{type(error).__name__}: {error}") from error
-    agreed(exchange, VALUE)
+    agree_on(exchange, VALUE)
 
 
 class TorchMemory:
@@ -185,7 +185,7 @@ class TorchMemory:
         with _lock, together(self._exchange):
             with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
-                handle = self._met(memory)
+                handle = self._meet_ranks(memory)
             ranks = range(self._world_size)
             parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
             parts[self._rank] = memory
@@ -200,9 +200,9 @@ class TorchMemory:
         torch.cuda.current_stream().synchronize()
         return memory
 
-    def _met(self, memory: torch.Tensor) -> Any:
+    def _meet_ranks(self, memory: torch.Tensor) -> Any:
         """Return torch's handle of ``memory``, once all ranks have come."""
-        agreed(self._exchange, VALUE)
+        agree_on(self._exchange, VALUE)
         with interrupted_after(self._seconds) as passed:
             try:
                 return symmetric.c10d._SymmetricMemory.rendezvous(memory, self._name)
@@ -300,7 +300,9 @@ class IpcMemory:
                 self._exported.append(exported)
                 runtime.memset(exported.address, 0, nbytes)
                 runtime.deviceSynchronize()  # peers may write once all ranks have met
-                handles = agreed(self._exchange, VALUE + runtime.ipcGetMemHandle(exported.address))
+                handles = agree_on(
+                    self._exchange, VALUE + runtime.ipcGetMemHandle(exported.address)
+                )
                 for rank, handle in enumerate(handles):
                     if rank == self._rank:
                         addresses[rank] = exported.address

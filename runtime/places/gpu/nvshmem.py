@@ -66,7 +66,7 @@ class NvshmemMemory(TorchMemory):
         self, rank: int, world_size: int, device: torch.device, exchange: Exchange
     ) -> None:
         super().__init__(rank, world_size, device, exchange)
-        everyone = symmetric.registered(EVERYONE)
+        everyone = symmetric.registered_group(EVERYONE)
         if everyone is None:  # NVSHMEM starts with this group and lives as long as the process
             everyone = self._group
             symmetric.c10d._register_process_group(EVERYONE, everyone)

@@ -298,7 +298,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
-def viewed(view: PlannedTensor, arguments: Tensors, results: Tensors) -> torch.Tensor:
+def view_of(view: PlannedTensor, arguments: Tensors, results: Tensors) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     if isinstance(view, Bytes):
@@ -309,7 +309,7 @@ def viewed(view: PlannedTensor, arguments: Tensors, results: Tensors) -> torch.T
 
 def built(tree: object, arguments: Tensors, results: Tensors) -> Any:
     if isinstance(tree, View):
-        return viewed(tree, arguments, results)
+        return view_of(tree, arguments, results)
     if isinstance(tree, (tuple, list)):
         return type(tree)(built(each, arguments, results) for each in tree)
     return tree
@@ -361,16 +361,16 @@ class Plans:
         op, into = form.op, form.fills
         if into is None:
             return None
-        if (call := self._prepared(op, tensors, options, into=into)) is None:
+        if (call := self._prepare(op, tensors, options, into=into)) is None:
             return None
-        result = self._repeated(op, call, tensors[0] if into else (), async_op=async_op)
+        result = self._repeat_call(op, call, tensors[0] if into else (), async_op=async_op)
         if result is _MISSED:
             self._place.recorder = PlanRecorder(call.kind, call.arguments, apart=into)
             return None
         self.hits += 1
         return (result,)
 
-    def _prepared(
+    def _prepare(
         self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, into: bool
     ) -> _Again | None:
         """Return the call if its kind is known. Otherwise return None, and watch the call if possible."""
@@ -416,7 +416,7 @@ class Plans:
             return None
         return _Again(kind, plan, arguments, addresses)
 
-    def _repeated(self, op: str, call: _Again, outputs: object, *, async_op: bool) -> object:
+    def _repeat_call(self, op: str, call: _Again, outputs: object, *, async_op: bool) -> object:
         """Make ``call`` again and return its result or Work; _MISSED if it has to be made without plan."""
         place = self._place
         if place.failure is not None or self._agreement.mismatch() is not None:
@@ -425,12 +425,12 @@ class Plans:
         place.enter()
         try:
             if async_op:
-                return self._started(op, call, outputs)
+                return self._start_on_stream(op, call, outputs)
             return self._run(call)
         finally:
             place.leave()
 
-    def _started(self, op: str, call: _Again, outputs: Any) -> Any:
+    def _start_on_stream(self, op: str, call: _Again, outputs: Any) -> Any:
         """Repeat ``call`` on the group's own stream and return its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
@@ -512,8 +512,8 @@ class Plans:
                 item.again(stream, workspace)
             else:
                 assert isinstance(item, Copied)
-                destination = viewed(item.destination, call.arguments, results)
-                stream.copy(destination, viewed(item.source, call.arguments, results), "planned")
+                destination = view_of(item.destination, call.arguments, results)
+                stream.copy(destination, view_of(item.source, call.arguments, results), "planned")
         stream.ended()
         if workspace is None:
             assert step.words is not None

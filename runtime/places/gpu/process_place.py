@@ -140,7 +140,7 @@ class Watchdog:
         with torch.cuda.stream(place.alarm_stream()):
             for index, (buffer, mirror) in enumerate(self._headers):
                 if mirror is _UNKNOWN:
-                    mirror = driver.pinned([0] * HEADER_WORDS)
+                    mirror = driver.pinned_tensor([0] * HEADER_WORDS)
                     self._headers[index] = (buffer, mirror)
                 mirror.copy_(place.header(buffer, place.rank), non_blocking=True)
 
@@ -256,23 +256,23 @@ class DeviceProcessPlace(DevicePlace):
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
-        self._enqueued(workspace.buffer)
+        self._note_end(workspace.buffer)
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
         super().counts(buffer, programs)
-        self._enqueued(buffer)
+        self._note_end(buffer)
 
-    def _enqueued(self, buffer: SymmetricBuffer) -> None:
+    def _note_end(self, buffer: SymmetricBuffer) -> None:
         """Note that the end of an op, or of a part of it, was enqueued in ``buffer``."""
         epoch = None if self.replays else self.ops_finished(buffer)
         self._agreement.ops.enqueued(buffer.addresses[self.rank], epoch)
-        self._watched().look_after()
+        self._start_watchdog().look_after()
 
     def reached(self, epochs: Mapping[int, int]) -> None:
         """Note how many ops the device has ended in each of this rank's workspaces, by address."""
         self._agreement.ops.reached(epochs)
 
-    def _watched(self) -> Watchdog:
+    def _start_watchdog(self) -> Watchdog:
         if self._watchdog is None:
             self._watchdog = Watchdog(self)
         return self._watchdog

@@ -214,7 +214,7 @@ class HostLinks:
 
         card = plain.dumps(listening).ljust(_CARD_BYTES)
         cards = {peer: proof(self.rank, peer) + card for peer in self.peers}
-        received = self._traded(cards, DIGEST_BYTES + _CARD_BYTES)
+        received = self._trade(cards, DIGEST_BYTES + _CARD_BYTES)
         addresses: dict[int, tuple[str, list[int]]] = {}
         for peer, message in received.items():
             if not hmac.compare_digest(message[:DIGEST_BYTES], proof(peer, self.rank)):
@@ -232,9 +232,9 @@ class HostLinks:
         except WireError as error:
             raise self.broken(error.peer, error, "joining") from None
         # no rank continues while others still wait
-        self._traded(dict.fromkeys(self.peers, b"1"), 1)
+        self._trade(dict.fromkeys(self.peers, b"1"), 1)
 
-    def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
+    def _trade(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
         """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
         bare = {peer: bytearray(message) for peer, message in messages.items()}
         sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}

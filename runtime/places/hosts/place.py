@@ -129,7 +129,7 @@ class HostsPlace(CpuPlace):
             timeout=timeout,
             bound=self.group.bound,
             on_failure=_weakly(self._on_failure),
-            awaited=_weakly(self._awaited),
+            awaited=_weakly(self._awaited_rank),
         )
         self._spanning = SpanningGroup(self._links, self.group)
         self._mail = Mail(self._spanning, self._spanning.new_boxes)
@@ -213,7 +213,7 @@ class HostsPlace(CpuPlace):
         finally:
             self._links.doing = before
 
-    def _awaited(self) -> int | None:
+    def _awaited_rank(self) -> int | None:
         """Return the rank for which this one waits, or None."""
         if (waiting := self._links.waiting) is not None:
             return waiting[2]
@@ -223,12 +223,12 @@ class HostsPlace(CpuPlace):
         return None if local is None else self.local_ranks[local]
 
     def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
-        if not peers and (awaited := self._awaited()) is not None:
+        if not peers and (awaited := self._awaited_rank()) is not None:
             peers = (awaited,)
         return sorted({self._links.culprit(peer) for peer in peers})
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        with record.recorded(self.group, payload if payload.startswith(CALLS) else doing):
+        with record.recording_op(self.group, payload if payload.startswith(CALLS) else doing):
             return self.exchanged(payload, doing)
 
     def exchanged(self, payload: bytes, doing: str) -> list[bytes]:

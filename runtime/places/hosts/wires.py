@@ -208,9 +208,9 @@ class Wires:
                 wanted[0][:count] = ahead[:count]
                 ahead = self._ahead[peer] = ahead[count:]
             elif sum(map(len, wanted)) < _AHEAD:
-                ahead = self._space[peer][: self._received(peer, [self._space[peer]], 0)]
+                ahead = self._space[peer][: self._receive(peer, [self._space[peer]], 0)]
             else:
-                count = self._received(peer, wanted, _ALL)
+                count = self._receive(peer, wanted, _ALL)
             while count:
                 first = wanted.pop(0)
                 if count < len(first):
@@ -224,7 +224,7 @@ class Wires:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
             count -= _DROPPED
 
-    def _received(self, peer: int, views: list[memoryview], flags: int) -> int:
+    def _receive(self, peer: int, views: list[memoryview], flags: int) -> int:
         """Receive at least one byte into ``views``, waiting if necessary. Return the number of bytes."""
         wire = self._sockets[peer]
         try:

@@ -151,7 +151,7 @@ def _machine_code() -> Callable[..., int] | None:
         ctypes.c_int64,
     )  # fmt: skip
     move: Callable[..., int] = kind(
-        machine_code.compiled(machine_code.module_ir("move", words=_MOVE), "move")
+        machine_code.compile_ir(machine_code.module_ir("move", words=_MOVE), "move")
     )
     return move
 
@@ -314,22 +314,22 @@ class Boxes:
     def _by_python(self, pipes: Sequence[Pipe], count: int, seconds: float, *, sleep: bool) -> bool:
         words = [ctypes.c_int64.from_address(self._watched[2 * k]) for k in range(count)]
 
-        def changed() -> bool:
+        def has_changed() -> bool:
             return any(word.value > self._watched[2 * k + 1] for k, word in enumerate(words))
 
-        def moved() -> bool:
+        def has_moved() -> bool:
             return any([pipe.move() for pipe in pipes])
 
         until = time.monotonic() + seconds
         while True:
-            if any(pipe.finished for pipe in pipes) or changed():
+            if any(pipe.finished for pipe in pipes) or has_changed():
                 return True
-            if moved():
+            if has_moved():
                 until = time.monotonic() + seconds
             elif time.monotonic() >= until:
                 return False
             elif sleep:
-                self._control.mail_bell.sleep(LONGEST_SLEEP, lambda: changed() or moved())
+                self._control.mail_bell.sleep(LONGEST_SLEEP, lambda: has_changed() or has_moved())
             else:
                 give_core_away()
 

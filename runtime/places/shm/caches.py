@@ -109,7 +109,7 @@ def _of_core(folder: Path) -> list[tuple[int, int, set[int]]]:
                 for name in ("type", "level", "size", "shared_cpu_list")
             )
             if kind != "Instruction":
-                found.append((int(level), _bytes(size), _listed(cores)))
+                found.append((int(level), _bytes(size), _parse_list(cores)))
         except (OSError, ValueError):
             continue
     return found
@@ -123,7 +123,7 @@ def _bytes(size: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]]
 
 
-def _listed(cores: str) -> set[int]:
+def _parse_list(cores: str) -> set[int]:
     """Parse a list: "0-2,8" are 0, 1, 2 and 8."""
     ends = [part.split("-") for part in cores.split(",") if part]
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}

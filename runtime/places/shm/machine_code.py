@@ -120,7 +120,7 @@ def _sections() -> dict[str, string.Template]:
     return {name: string.Template(part) for name, part in zip(names[::2], names[1::2], strict=True)}
 
 
-def _filled(section: str, **values: object) -> str:
+def _fill_in(section: str, **values: object) -> str:
     return _sections()[section].substitute(values)
 
 
@@ -129,22 +129,22 @@ def module_ir(function: str, processor: str = PROCESSOR, *, words: Mapping[str, 
     pause, fence = PROCESSORS[processor]
     longest = int(control.LONGEST_SLEEP * 1e9)
     return (
-        _filled("base", futex=control.FUTEX_NUMBERS[processor], longest=longest, **_WORDS)
-        + _filled("stream", name="through", hint="", fence="")
-        + _filled("stream", name="past", hint=", !nontemporal !0", fence=fence)
-        + _filled(function, pause=pause, **{**_WORDS, **words})
+        _fill_in("base", futex=control.FUTEX_NUMBERS[processor], longest=longest, **_WORDS)
+        + _fill_in("stream", name="through", hint="", fence="")
+        + _fill_in("stream", name="past", hint=", !nontemporal !0", fence=fence)
+        + _fill_in(function, pause=pause, **{**_WORDS, **words})
     )
 
 
 def sum_ir(element: Element, processor: str = PROCESSOR) -> str:
     """Return the module of ``sum`` for such elements for one of PROCESSORS."""
-    return _filled(
+    return _fill_in(
         "sum",
         lanes=element.lanes,
         blocks=_loop(element, "b", element.lanes, ("0", "%whole"), ("entry", "s")),
         single=_loop(element, "s", 1, ("%whole", "%count"), ("b", "end")),
-        usual=_filled(f"usual mode {processor}"),
-        before=_filled(f"mode before {processor}"),
+        usual=_fill_in(f"usual mode {processor}"),
+        before=_fill_in(f"mode before {processor}"),
     )
 
 
@@ -154,7 +154,7 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
     def of(kind: str) -> str:
         return kind if lanes == 1 else f"<{lanes} x {kind}>"
 
-    def each(kind: str, number: float) -> str:
+    def one_step(kind: str, number: float) -> str:
         return str(number) if lanes == 1 else f"splat ({kind} {number})"
 
     real = e.type in ("float", "double")
@@ -166,9 +166,9 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
         "bytes": e.bits // 8,
     }
     numbers = {"sixteen": 16, "one": 1, "half": 32767, "nan": 32704}
-    types |= {name: each("i32", number) for name, number in numbers.items()}
+    types |= {name: one_step("i32", number) for name, number in numbers.items()}
     conversion = "plain" if e.memory == e.type else e.name
-    return _filled(
+    return _fill_in(
         "loop",
         lanes=lanes,
         first=span[0],
@@ -177,9 +177,9 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
         after=around[1],
         size=e.bits // 8,
         add="fadd" if real else "add",
-        neutral=each(e.type, -0.0 if real else 0),
-        load=_filled(f"load {conversion}", **types),
-        store=_filled(f"store {conversion}", truth=of("i1"), **types),
+        neutral=one_step(e.type, -0.0 if real else 0),
+        load=_fill_in(f"load {conversion}", **types),
+        store=_fill_in(f"store {conversion}", truth=of("i1"), **types),
         v=v,
         kind=of(e.type),
     )
@@ -189,7 +189,7 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
 
 
 @functools.cache
-def supported() -> bool:
+def is_supported() -> bool:
     """Return whether code for this processor can be made, as far as is known before trying."""
     if os.environ.get(VARIABLE) == "0" or sys.platform != "linux" or PROCESSOR not in PROCESSORS:
         return False
@@ -220,7 +220,7 @@ def _jit() -> Any:
     return binding.create_lljit_compiler(machine)
 
 
-def compiled(ir: str, name: str) -> int:
+def compile_ir(ir: str, name: str) -> int:
     """Return the address of function ``name`` of LLVM IR, which stays loaded. Raises RuntimeError."""
     from llvmlite import binding
 
@@ -234,16 +234,16 @@ def compiled(ir: str, name: str) -> int:
 
 @functools.cache
 def _run() -> Callable[[int, int], int] | None:
-    if not supported():
+    if not is_supported():
         return None
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    run: Callable[[int, int], int] = kind(compiled(module_ir("run"), "run"))
+    run: Callable[[int, int], int] = kind(compile_ir(module_ir("run"), "run"))
     return run
 
 
 @functools.cache
 def _summing(element: Element) -> int:
-    return compiled(sum_ir(element), "sum")
+    return compile_ir(sum_ir(element), "sum")
 
 
 def available() -> bool:

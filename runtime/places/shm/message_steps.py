@@ -243,7 +243,7 @@ class HostSteps:
             steps = self.at_once(addresses)
             if before is not None:
                 before(steps)
-            alike = self._met()
+            alike = self._meet()
             if alike and after is not None:
                 after(steps)
             return alike
@@ -282,7 +282,7 @@ class HostSteps:
         entry, turn = self._entry, self._turns[self.sequence % ENTRIES]
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
-    def _met(self) -> bool:
+    def _meet(self) -> bool:
         """Send the message, wait for all others, and compare them."""
         call, control, sequence = self.call, self.control, self.sequence
         if self.machine_code and call.equal_fits:

@@ -123,7 +123,7 @@ def _install() -> None:
             return
         _installed = True
         stock_run, stock_getitem = InterpretedFunction.run, KernelInterface.__getitem__
-        routed = session._launched(_Launches())  # type: ignore[arg-type]
+        routed = session._replacement_of_run(_Launches())  # type: ignore[arg-type]
 
         def run(kernel: object, *args: object, **named: object) -> Any:
             return (routed if _open_places() else stock_run)(kernel, *args, **named)

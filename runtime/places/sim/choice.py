@@ -16,12 +16,12 @@ from contextvars import ContextVar
 
 import triton.language as tl
 
-from interlace.runtime.compat.triton_launcher import named
+from interlace.runtime.compat.triton_launcher import named_objects
 from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import KernelFunction, KernelLaunch
 from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
-from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
+from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpret
 
 Rewrite = Callable[[str, str], str]
 """Maps (name of a kernel, its PTX) to the PTX to run."""
@@ -57,10 +57,10 @@ def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
         raise TypeError(f"rewrite must be a function of a name and PTX, got {rewrite!r:.60}")
     if arch not in ARCHES or not isinstance(arch, int):
         raise ValueError(f"arch must be one of {', '.join(map(str, ARCHES))}, got {arch!r}")
-    return _compiled(arch, rewrite)
+    return _compiled_programs(arch, rewrite)
 
 
-def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
+def _compiled_programs(arch: int, rewrite: Rewrite | None = None) -> Programs:
     programs: Programs = laboratory("machine.compiled").CompiledPrograms(arch, rewrite)
     return programs
 
@@ -89,12 +89,12 @@ def _by_need(
     found = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
     reason = next(filter(None, map(_not_interpreted, sorted(found))), None)
     if reason is None:
-        return interpreted(launch, hooks)
+        return interpret(launch, hooks)
     errors: dict[str, Exception] = {}
     first = arch_for(found)
     for arch in [each for each in arches if each >= first] or arches:
         try:
-            programs = _compiled(arch)(launch, hooks)
+            programs = _compiled_programs(arch)(launch, hooks)
         except (InterlaceError, TypeError, ValueError) as error:
             errors.setdefault(str(error), error)
             continue
@@ -123,7 +123,7 @@ def arch_for(texts: frozenset[str]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _texts(kernel: KernelFunction) -> frozenset[str]:
     """Return the texts in the code of ``kernel`` and of functions it may call; within a session."""
-    found = (_text(each) for each in named(kernel, _NOT_OURS))
+    found = (_text(each) for each in named_objects(kernel, _NOT_OURS))
     return frozenset(each for each in found if each is not None)
 
 

@@ -48,7 +48,7 @@ from interlace.runtime.core.memory import (
     LocalMemory,
     SymmetricBuffer,
     Workspace,
-    aligned,
+    aligned_memory,
     bytes_of,
 )
 from interlace.runtime.core.place import Nodes, Place, table
@@ -470,7 +470,7 @@ class SimPlace(Place):
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         parts = []
         for index, size in enumerate(sizes):
-            whole = aligned(size + 2 * RED_ZONE)
+            whole = aligned_memory(size + 2 * RED_ZONE)
             if self._scheduler.observed:
                 self._group.observed.append(whole)  # kept: an address means one thing in one run
             owner = np.frombuffer(whole.data, np.uint8)  # ends with its last view
@@ -606,7 +606,7 @@ def run_sim(
         scheduler.spawn(rank, "user code", functools.partial(main, rank))
     try:
         arch = scheduler.compiled_for or 90
-        with driver_of(arch), stand_ins.simulated(), AROUND.get()(world) as begin:
+        with driver_of(arch), stand_ins.simulating(), AROUND.get()(world) as begin:
             scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None
@@ -627,7 +627,7 @@ def separate_nodes(place: Place, of: Sequence[int], put: str = "stores") -> Plac
     allocate = place.allocate
     here = of[place.rank]
 
-    def separated(nbytes: int) -> SymmetricBuffer:
+    def allocate_apart(nbytes: int) -> SymmetricBuffer:
         whole = allocate(nbytes)
         addresses = whole.peers.tolist()
         near = [address if of[rank] == here else 0 for rank, address in enumerate(addresses)]
@@ -639,5 +639,5 @@ def separate_nodes(place: Place, of: Sequence[int], put: str = "stores") -> Plac
             [part if of[rank] == here else part[:0] for rank, part in enumerate(whole.peer_bytes)],
         )
 
-    place.allocate = separated  # type: ignore[method-assign]
+    place.allocate = allocate_apart  # type: ignore[method-assign]
     return place

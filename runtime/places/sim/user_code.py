@@ -60,7 +60,7 @@ class RankGlobals:
     """The contents of the objects in ``modules`` and of ``more``, by rank; the caller's under None."""
 
     def __init__(self, modules: Sequence[ModuleType], more: Sequence[object] = ()) -> None:
-        self._cells = _found(modules, more)
+        self._cells = _find_objects(modules, more)
         self._kept: dict[int | None, list[object]] = {}
         self._rank: int | None = None
 
@@ -75,7 +75,7 @@ class RankGlobals:
             _put(cell, content)
 
 
-def _found(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
+def _find_objects(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
     """Return all objects with contents in ``modules``, and in ``more``."""
     names = {module.__name__ for module in modules}
     cells: dict[int, object] = {id(sys.modules): None}  # all ranks share it
@@ -134,11 +134,11 @@ def _anew(contents: list[Any]) -> list[Any]:
             functools.lru_cache(**options)(cached.__wrapped__), cached.__wrapped__
         )
 
-    def changed(value: object) -> Any:
+    def change(value: object) -> Any:
         return forgetful(value) if type(value) in (_CACHED, *_OF_PROCESSES) else value
 
     return [
-        {name: changed(value) for name, value in content.items()}
+        {name: change(value) for name, value in content.items()}
         if isinstance(content, dict)
         else list(content)
         for content in contents
@@ -157,12 +157,12 @@ _WAITING = ("c10d", "_c10d_functional")  # their ops handle streams, by the plac
 
 @dataclass(frozen=True)
 class UserCode:
-    """How ranks run such code: ``modules`` whose globals are per rank, and other ``state``. ``entered``
+    """How ranks run such code: ``modules`` whose globals are per rank, and other ``state``. ``contexts``
     returns contexts around the run, given its streams; each rank calls ``begin`` before its code."""
 
     modules: Callable[[], Sequence[ModuleType]]
     state: Callable[[], Sequence[object]]
-    entered: Callable[["UserStreams"], Sequence[AbstractContextManager[object]]]
+    contexts: Callable[["UserStreams"], Sequence[AbstractContextManager[object]]]
     begin: Callable[[SimPlace], None]
 
 
@@ -261,7 +261,7 @@ class UserStreams:
 
 
 @contextmanager
-def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
+def enclosing_run(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
     """Enclose a run; yield the function that each rank calls before its code. For ``place.AROUND``."""
     streams = world.user_streams = UserStreams(world)
     world.scheduler.rank_states.append(RankGlobals(chosen.modules(), chosen.state()))
@@ -274,7 +274,7 @@ def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], 
     with ExitStack() as stack:
         stack.enter_context(called_directly(lambda: streams.current() is not None))
         stack.enter_context(Asynchronous(streams))
-        for each in chosen.entered(streams):
+        for each in chosen.contexts(streams):
             stack.enter_context(each)
         yield begin
 
@@ -291,11 +291,11 @@ class Asynchronous(DispatchMode):
         stream = self._streams.current()
         if stream is None or func.namespace in _WAITING:
             return func(*args, **kwargs)
-        result = self._enqueued(stream, func, args, kwargs)
+        result = self._enqueue_op(stream, func, args, kwargs)
         self._streams.keep(stream, result)
         return result
 
-    def _enqueued(self, stream: UserStream, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _enqueue_op(self, stream: UserStream, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if _touches_nothing(func):
             if not _is_composite(func):
                 return func(*args, **kwargs)
@@ -317,7 +317,7 @@ class Asynchronous(DispatchMode):
                 func, args, kwargs = torch.ops.aten.copy_.default, (args[0], drawn), {}
             stream.call(partial(_run, func, args, kwargs), name)
             return _chosen(func, written, args, kwargs)
-        results = _allocated(func, args, kwargs)
+        results = _allocate_results(func, args, kwargs)
         if results is None:
             stream.synchronize()
             return func(*args, **kwargs)
@@ -384,7 +384,9 @@ def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], 
     return found[0] if len(func._schema.returns) == 1 else tuple(found)
 
 
-def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None] | None:
+def _allocate_results(
+    func: Any, args: Any, kwargs: Any
+) -> tuple[Any, Callable[[], Any] | None] | None:
     """Return the op's results, allocated, and their source if it is not the op; None if it has to run."""
     tags, operands = (
         func.tags,

@@ -368,8 +368,8 @@ def test_shared_memory_has_a_limit_on_every_chip() -> None:
 
 
 def test_spills_are_judged_where_registers_should_do() -> None:
-    assert sass_rules.spilled(80, 8, 2) == sass_rules.spilled(90, 0, 0) == []
-    assert [sass_rules.spilled(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
+    assert sass_rules.find_spills(80, 8, 2) == sass_rules.find_spills(90, 0, 0) == []
+    assert [sass_rules.find_spills(arch, 8, 0)[0].rule for arch in (90, 100)] == ["spills"] * 2
 
 
 @pytest.mark.parametrize(
@@ -431,5 +431,5 @@ EARLIER = SASS.replace("line 3", "line 2", 1).replace(
 )
 def test_weakened_by_ptxas(sass: str, where: list[str]) -> None:
     program = PtxModule('.file 1 "/src/k.py"\n' + at(3, RELEASE) + at(4, ACQUIRE))
-    found = sass_rules.weakened(program, sass)
+    found = sass_rules.find_weakened(program, sass)
     assert [(f.rule, f.where) for f in found] == [("weakened by ptxas", place) for place in where]

@@ -320,7 +320,7 @@ def test_what_llvm_does_not_take_and_a_function_that_is_nowhere_are_errors(
     ir: str, said: str
 ) -> None:
     with pytest.raises(RuntimeError, match=said):
-        machine_code.compiled(ir, "f")
+        machine_code.compile_ir(ir, "f")
 
 
 def assembly(ir: str, processor: str) -> str:

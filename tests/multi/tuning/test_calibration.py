@@ -17,7 +17,7 @@ from interlace.cli.commands import calibrate as command
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
-from interlace.tensor.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
+from interlace.tensor.calibration import CalibrationRequest, NoisyTimesError, measured_mesh, on_rank
 from ranks import ranks
 from stand_ins.replaced import environment, replaced
 from support import under_torchrun
@@ -125,7 +125,7 @@ def test_meshes_of_two_dimensions() -> None:
     times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
     quiet = {key: [100.0 + key[2]] for key in request.cases}  # a measurement may be all noise
-    found = measured(request, [quiet], "interlace", "shm")
+    found = measured_mesh(request, [quiet], "interlace", "shm")
     assert [(link.dim, link.ranks) for link in found.links] == [(0, 2)] * 4 + [(1, 2)] * 4
 
 

@@ -21,7 +21,7 @@ from interlace.ops.matmul import launch_gather as gather_matmul, launch_reduce a
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration, shared_needed, without_effect
-from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launched
+from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launches_of
 from interlace.tools.catalogue.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races
 from mutants.mutations import Edit, Mutant, mutant_of, mutated
@@ -253,7 +253,7 @@ def launch(operands: MatmulVariant, dtype: Any = None, **overrides: int) -> Kern
     linear.output = linear.output.to(dtype or linear.output.dtype)
     group, rows = AbsentGroup(), [operands.rows] * RANKS
     op = gather_matmul.all_gather_matmul_fused
-    (made,) = launched(op, input, [linear], rows, None, operands.configuration(90), group=group)
+    (made,) = launches_of(op, input, [linear], rows, None, operands.configuration(90), group=group)
     return made
 
 

@@ -53,7 +53,7 @@ def test_a_new_kernel_would_be_seen() -> None:
     kernels = [*known.every_kernel(), "new_kernel"]
     with mock.patch.object(known, "every_kernel", lambda: kernels):
         assert "new_kernel" in forgotten("cpu")
-        assert known.listed("cpu")["new_kernel"] == ["no case runs it"]
+        assert known.titles_by_kernel("cpu")["new_kernel"] == ["no case runs it"]
 
 
 @pytest.mark.parametrize("title", few([case.title for case in IN_SIM], *FIRST))
@@ -216,7 +216,7 @@ def test_the_list_names_every_kernel(device: str, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith("  ")] == known.every_kernel()
     assert check(None, CheckOptions(device, list=True, json=True)) == 0
-    assert json.loads(capsys.readouterr().out) == known.listed(device)
+    assert json.loads(capsys.readouterr().out) == known.titles_by_kernel(device)
 
 
 def test_titles_tell_cases_apart() -> None:

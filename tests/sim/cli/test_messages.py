@@ -207,7 +207,7 @@ def test_where_the_count_is_not_known_there_is_no_estimate(
 def test_commands_print_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with consoles.counted() as begin:
+    with consoles.count_in_bar() as begin:
         begin("running", 2)
     with consoles.Progress("bench", 2) as shown:
         shown.begin(1, "all_reduce")
@@ -216,7 +216,7 @@ def test_commands_print_lines_where_there_is_no_terminal(
 
 def test_on_a_terminal_they_draw_bars(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = mock.patch.dict(os.environ, {"FORCE_COLOR": "1", "TERM": "xterm"})
-    with terminal, consoles.counted() as begin:
+    with terminal, consoles.count_in_bar() as begin:
         begin("running", 2)
     printed = capsys.readouterr().err
     assert "0/2" in printed and "running: 0 of 2" not in printed

@@ -118,7 +118,7 @@ def test_a_poll_lets_others_go_on(seed: int) -> None:
 
 def test_the_host_does_not_wait_for_an_op_of_torch() -> None:
     """Meta tensors give the shape, so the op runs on a stream."""
-    found, stock = [], user_code._allocated
+    found, stock = [], user_code._allocate_results
 
     def allocated(func: Any, args: Any, kwargs: Any) -> Any:
         found.append((func.name(), stock(func, args, kwargs)))

@@ -30,11 +30,11 @@ from interlace.runtime.compat import (
     triton_interpreter,
     triton_launcher,
 )
-from interlace.runtime.compat.torch_groups import register_bare_group, registered, tensor_over
+from interlace.runtime.compat.torch_groups import register_bare_group, registered_group, tensor_over
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
 from stand_ins.replaced import Replacement, environment, replaced
 
-TRITON = releases.release(releases.installed("Triton"))
+TRITON = releases.release(releases.installed_release("Triton"))
 POLICY = tuple(f"policy {number}" for number in range(len(NO_POLICY)))
 CALLS: dict[str, tuple[Any, ...]] = {
     "create_load": ("pointers", *POLICY, "volatile"),
@@ -236,11 +236,11 @@ def test_a_bare_group_can_be_registered() -> None:
     store = dist.HashStore()
     group = register_bare_group("interlace contract", store, 0, 1)
     try:
-        assert registered("interlace contract") is not None
+        assert registered_group("interlace contract") is not None
         assert (group.rank(), group.size()) == (0, 1)
     finally:
         torch_groups.c10d._unregister_process_group("interlace contract")
-    assert registered("interlace contract") is None
+    assert registered_group("interlace contract") is None
 
 
 def test_a_tensor_over_memory_of_others() -> None:
@@ -255,10 +255,10 @@ def test_a_tensor_over_memory_of_others() -> None:
 def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
     with (
         pytest.raises(ImportError, match=r"needs a part, of which Triton .*grid_of.*3\.6 to 3\.9"),
-        releases.needed("Triton", "a part"),
+        releases.requiring("Triton", "a part"),
     ):
         builder.grid_of_nothing  # noqa: B018
-    with releases.needed("Triton", "a part"):
+    with releases.requiring("Triton", "a part"):
         builder.binary_op  # noqa: B018
 
 
@@ -295,21 +295,21 @@ def test_newer_releases_are_named_once() -> None:
 )
 def test_what_is_older_or_odd_is_named(versions: dict[str, str], said: str) -> None:
     with replaced(releases_of(**versions)):
-        assert releases.untried() == said
+        assert releases.untried_releases() == said
 
 
 @pytest.mark.parametrize("locked", [None, 0, 1])
 def test_a_python_without_a_lock_is_named(locked: int | None) -> None:
     """A free-threaded build has the same version number as the tested build."""
     build = (
-        (releases, "installed", releases.installed.__wrapped__),
+        (releases, "installed", releases.installed_release.__wrapped__),
         (platform, "python_version", lambda: "3.14.2"),
         (sysconfig, "get_config_var", {"Py_GIL_DISABLED": locked}.get),
     )
     said = r"not tried with Python 3\.14\.2 free-threaded \(tried: 3\.10 to 3\.14, with a GIL\)"
     with environment(**FIRST), replaced(*build):
         if not locked:
-            assert releases.untried() == ""
+            assert releases.untried_releases() == ""
             return
         with pytest.warns(UserWarning, match=said):
             releases.warn_of_untried()

@@ -20,10 +20,10 @@ from interlace.kernels.slots import publish_to_all, publish_turn, wait_sources
 from interlace.runtime.core.launch import (
     KernelLaunch,
     compiled_with,
-    joined,
+    join_leaves,
     leaves,
     outside,
-    specialised,
+    specialise,
 )
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
@@ -197,9 +197,11 @@ ARGUMENTS = {"input": Rows(TABLE, 8), "sends": Table(TABLE, 3), "peers": Peers(T
 def test_taken_apart_and_put_together() -> None:
     apart = leaves(ARGUMENTS)
     assert list(apart)[:4] == ["input.ptr", "input.stride", "sends.ptr", "sends.count"]
-    again = joined(apart)
+    again = join_leaves(apart)
     assert again == ARGUMENTS and again["peers"].world_size == 4
-    assert joined({"table.1": None}) == {"table": (None,)}  # the constant part of (tensor, None)
+    assert join_leaves({"table.1": None}) == {
+        "table": (None,)
+    }  # the constant part of (tensor, None)
 
 
 def test_names_outside() -> None:
@@ -219,7 +221,7 @@ def test_ranks_share_a_compilation(rank: int) -> None:
     assert _tritons(compiled) == ("*i64", "i32", "i32")
     assert compiled == compiled_with(slots.finish_kernel, {"peers": Peers(TABLE, 3, 5)})["peers"]
     assert (_tritons(launch["peers"]) == _tritons(compiled)) == (rank != 1)
-    types, constants, divisible = specialised(slots.finish_kernel, launch)
+    types, constants, divisible = specialise(slots.finish_kernel, launch)
     assert (list(types.values()), constants) == (["*i64", "i32", "i32"], {})
     assert divisible == ("peers.peers_ptr",)
 
@@ -232,7 +234,7 @@ def test_wide_numbers_stay_wide() -> None:
 
 def test_what_is_specialised_tells_ones_and_multiples() -> None:
     arguments = {"input": Rows(TABLE, 1), "K": 48, "N": 47, "M": 16}
-    types, constants, divisible = specialised(
+    types, constants, divisible = specialise(
         matmul_reduce_scatter.matmul_all_reduce_kernel, arguments
     )
     assert types == {"input.ptr": "*i64", "input.stride": "constexpr", "K": "i32"} | dict.fromkeys(

@@ -194,7 +194,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
             for number in range(3):
                 if host.rank == number:
                     raise RuntimeError(f"rank {number} at round {number}")
-                cuda_memory.agreed(host.exchange, cuda_memory.VALUE)
+                cuda_memory.agree_on(host.exchange, cuda_memory.VALUE)
         return host.exchange(b"in step", "afterwards")
 
     assert on_hosts(on_rank, 3) == [[b"in step"] * 3] * 3

@@ -30,7 +30,7 @@ from cases.exact_numbers import (
     rounding_cases,
     same,
 )
-from interlace.runtime.compat.stand_ins import replaced
+from interlace.runtime.compat.stand_ins import replacing
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 from interlace.verify import races
 from tiers import few
@@ -106,7 +106,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def exact() -> Iterator[None]:
-    with replaced(*exact_arithmetic()):
+    with replacing(*exact_arithmetic()):
         yield
 
 
@@ -363,7 +363,7 @@ def test_overrides_leave_nothing() -> None:
         return (dict(vars(builder)), *(kind.apply_impl for kind in kinds))
 
     before = state()
-    with pytest.raises(KeyError), replaced(*exact_arithmetic()):
+    with pytest.raises(KeyError), replacing(*exact_arithmetic()):
         inside = state()
         raise KeyError
     assert state() == before

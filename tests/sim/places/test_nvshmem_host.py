@@ -14,7 +14,7 @@ from interlace.ops.collectives import node_moves
 from interlace.runtime.compat import torch_groups as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.gpu.memory import VALUE, agreed
+from interlace.runtime.places.gpu.memory import VALUE, agree_on
 from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.tools.catalogue.absent_group import AbsentGroup, meta
@@ -98,7 +98,7 @@ class FakeTorch:
         exchange = group.store._exchange
         if rank in self.failing:
             raise RuntimeError("nvshmem_malloc failed")
-        answers = agreed(exchange, VALUE + str(tensor.data_ptr()).encode())
+        answers = agree_on(exchange, VALUE + str(tensor.data_ptr()).encode())
         near = [self.nodes[peer] == self.nodes[rank] for peer in range(group.size())]
         addresses = [int(each) if here else None for each, here in zip(answers, near, strict=True)]
 

@@ -10,7 +10,7 @@ import interlace
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.sim.choice import arch_for
 from interlace.verify import launch_ptx
-from interlace_verify.ptx.targets import needed
+from interlace_verify.ptx.targets import first_target
 from sim.ptx.ptx_forms import FORMS, table
 from sim.ptx.ptx_texts import kernel
 from sim.ptx.test_ptx_forms import kernel as kernel_of_forms
@@ -21,21 +21,21 @@ OF_EVERY_GPU = [text for (text,) in table("of every GPU")]
 
 @pytest.mark.parametrize(("target", "text"), LATER)
 def test_an_instruction_that_came_later_is_known_by_its_target(target: str, text: str) -> None:
-    assert needed(text) == target
-    assert needed(f"@!%p1 {text}") == target
+    assert first_target(text) == target
+    assert first_target(f"@!%p1 {text}") == target
     assert arch_for(frozenset({f"{{ .reg .pred p; {text} }}"})) == 90
 
 
 def test_forms_need_the_target_that_they_say() -> None:
     for form in FORMS:
-        parts = [needed(part) for part in form.text.split(";")]
+        parts = [first_target(part) for part in form.text.split(";")]
         found = max((int(part[3:5]) for part in parts if part), default=80)
         assert found <= max(90, form.arch) and (form.arch > 80 or found == 80), form.text
 
 
 @pytest.mark.parametrize("text", OF_EVERY_GPU)
 def test_others_are_not_refused(text: str) -> None:
-    assert not needed(text)
+    assert not first_target(text)
 
 
 def test_the_error_names_instruction_target_and_line() -> None:

@@ -29,7 +29,7 @@ from interlace.tensor.calibration import (
     NoisyTimesError,
     fit,
     link_of,
-    measured,
+    measured_mesh,
     medians,
 )
 from interlace.tensor.costs import GIB, MeshTopoInfo
@@ -289,10 +289,10 @@ def test_noise_is_no_bandwidth() -> None:
         link_of(0, 2, "all_gather", {1000: 20.0, 2000: 21.0, 4000: 23.0, 8000: 9e3}, large)
     request = CalibrationRequest((2,))
     times = {(dim, op, size): [50.0 + size / 1e4] for dim, op, size in request.cases}
-    measured(request, [times], "interlace", "shm")
+    measured_mesh(request, [times], "interlace", "shm")
     times[0, "all_to_all", 8 << 20] = [9e4]
     with pytest.raises(NoisyTimesError, match=r"all_to_all .* 90000 us, in other ops 889 us"):
-        measured(request, [times], "interlace", "shm")
+        measured_mesh(request, [times], "interlace", "shm")
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import interlace
 from interlace.tensor import Placeholder, from_local, scatter
-from interlace.tensor.blocks import chunked, shape_of, unlike_chunks
+from interlace.tensor.blocks import chunk_sharding, shape_of, unlike_chunks
 from ranks import ranks
 from support import failure, noise
 
@@ -121,7 +121,7 @@ def test_sizes_that_are_known_or_found() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 7), (0, 4), (8, 8)])
 def test_chunks_are_those_of_torch(shape: tuple[int, int]) -> None:
-    sharding = chunked((3, 2), (Shard(0), Shard(0)), shape)
+    sharding = chunk_sharding((3, 2), (Shard(0), Shard(0)), shape)
     whole = torch.arange(shape[0] * shape[1]).view(shape)
     for row, outer in enumerate([*whole.chunk(3), *[whole[:0]] * 3][:3]):
         for column, inner in enumerate([*outer.chunk(2), *[whole[:0]] * 2][:2]):

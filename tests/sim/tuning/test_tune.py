@@ -22,10 +22,10 @@ from interlace.benchmark.tune import (
     TuneCandidate,
     Tuned,
     TuneRequest,
+    candidate_of,
     candidates,
-    made,
     search,
-    untuned,
+    untuned_choice,
 )
 from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
@@ -91,11 +91,11 @@ def test_what_is_not_near_is_not_taken() -> None:
         assert (found and found[1]) == steps, other
     normed = replace(GATHER, op="matmul_reduce_scatter_norm")
     plain, own = row(replace(normed, op="matmul_reduce_scatter")), row(normed, "unfused")
-    assert tuning.cached([plain], normed) == (plain, 0), "the products are the same"
-    assert tuning.cached([plain, own], normed) == (own, 0)
-    assert tuning.cached([own], replace(normed, op="matmul_reduce_scatter")) is None
+    assert tuning.nearest_cached([plain], normed) == (plain, 0), "the products are the same"
+    assert tuning.nearest_cached([plain, own], normed) == (own, 0)
+    assert tuning.nearest_cached([own], replace(normed, op="matmul_reduce_scatter")) is None
     for change in ({"dtype": torch.float16}, {"op": "matmul_reduce_scatter"}, {"columns": 3583}):
-        assert tuning.cached(rows, replace(GATHER, **change)) is None
+        assert tuning.nearest_cached(rows, replace(GATHER, **change)) is None
 
 
 def test_ties_do_not_depend_on_the_order_of_rows() -> None:
@@ -271,13 +271,13 @@ def test_candidates_for_a_gpu(op: str, capability: int) -> None:
     for each in found:
         if each.algorithm == "fused":
             assert why_not(Configuration(**each.configuration), capability, 2) == ""
-    algorithm, choice = untuned("cuda", capability, problem)
+    algorithm, choice = untuned_choice("cuda", capability, problem)
     assert found[0].algorithm == algorithm
     assert Configuration(**found[0].configuration) == choice.configuration
 
 
 def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
-    tried = [made("fused", Configuration(chunks=n)) for n in (1, 2, 3)]
+    tried = [candidate_of("fused", Configuration(chunks=n)) for n in (1, 2, 3)]
     request = TuneRequest("all_gather_matmul", torch.float32, (8, 8, 8), tuple(tried), 1.0)
     runs: list[int] = []
 
@@ -389,7 +389,7 @@ def test_candidates_of_a_format(name: str, capability: int) -> None:
     assert problem.inner == FORMATS[name].row_bytes(8192) and tuning.dtype_name(problem) == name
     found = candidates("cuda", capability, problem)
     assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
-    _, choice = untuned("cuda", capability, problem)
+    _, choice = untuned_choice("cuda", capability, problem)
     tiles = [each.configuration for each in found if each.algorithm == "fused"]
     assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
     for each in tiles:

@@ -217,7 +217,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> 
     precious, file = tmp_path / "precious", tmp_path / "tune.json"
     precious.write_text("all of it")
     (tmp_path / "tune.json.lock").symlink_to(precious)
-    with pytest.raises(OSError, match="symbolic links"), files._locked(file):
+    with pytest.raises(OSError, match="symbolic links"), files._hold_lock(file):
         pass
     assert precious.read_text() == "all of it"
 

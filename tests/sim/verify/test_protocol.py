@@ -30,7 +30,13 @@ from interlace_verify.protocols.explorer import (
     read,
     write,
 )
-from interlace_verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
+from interlace_verify.protocols.patterns import (
+    PATTERNS,
+    explore_pattern,
+    pull,
+    push,
+    push_on_streams,
+)
 from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -87,7 +93,7 @@ def test_other_ways_are_clean() -> None:
 
 def test_patterns_of_several_processes_per_rank_are_reduced() -> None:
     for name, pattern in PATTERNS.items():
-        result = explored(name, 2, 2)
+        result = explore_pattern(name, 2, 2)
         assert result.clean and (result.ranks, result.rounds) == (2, 2)
         assert result.reduced == (len(pattern(2, 2).processes) > 2)
 

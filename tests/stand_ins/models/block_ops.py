@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.ops.matmul.formats import Scaled, quantize, swizzled, unswizzled
+from interlace.ops.matmul.formats import Scaled, quantize, swizzled, unswizzle
 from stand_ins.models.vllm_ops import define_ops
 
 Tensor = torch.Tensor
@@ -102,7 +102,7 @@ def multiplied_fp4(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> 
     sides = []
     for values, scales in ((a, a_scales), (b, b_scales)):
         rows, blocks = values.shape[0], values.shape[1] // 8
-        plain = unswizzled(scales.reshape(-1).view(E4M3), rows, blocks)
+        plain = unswizzle(scales.reshape(-1).view(E4M3), rows, blocks)
         sides.append(Scaled(values, plain, "nvfp4").dequantize())
     return sides[0] @ sides[1].T
 

@@ -30,7 +30,7 @@ from interlace.benchmark.requests import (
     BenchRequest,
     BenchRow,
     SizeResult,
-    loaded,
+    load_kernel,
     measure,
 )
 from interlace.groups import groups
@@ -210,7 +210,7 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
     requests = [replace(request, settings=settings, **size) for size in _shapes(options)]
     for each in requests:
         if each.own:
-            kernel.arguments_for(loaded(target), target, each.arguments)
+            kernel.arguments_for(load_kernel(target), target, each.arguments)
         else:
             kind, sizes, how = OPS[target], each.sizes, dict(settings)
             kind.refuse(world_size, sizes, each.dtype, **how)
@@ -550,7 +550,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
         )
     results = []
     # torch first: interlace then takes the store from torch, and no port is served twice
-    with baselines.joined(baselines.torch_backend(chosen), None, rank, world_size):
+    with baselines.join_default_group(baselines.torch_backend(chosen), None, rank, world_size):
         try:
             found = groups.default_group().place.name
             if options.place not in (None, found):

@@ -12,14 +12,14 @@ from typing import Any
 from interlace.arguments.paths import refuse_empty
 from interlace.ops.matmul.formats import FORMATS
 from interlace.output import consoles
-from interlace.output.consoles import counted
+from interlace.output.consoles import count_in_bar
 from interlace.output.files import refuse_no_folder
 from interlace.output.options import CommandOptions, arches, option, positive_int
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
 from interlace.tools.bundle import LOADER, OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport, build as build_entries
-from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked_entries, one_of_each
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # the figures of a report
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -141,14 +141,14 @@ def build(console: Any, options: BuildOptions) -> int:
     chosen = options.arch or (ARCHES if options.full else (90,))
     some: Callable[[list[Entry]], list[Entry]] = list if options.full else one_of_each
     wanted = [entry for arch in chosen for entry in some(entries(arch))]
-    wanted += [entry for arch in chosen for entry in some(_linked(arch, options.nvshmem))]
+    wanted += [entry for arch in chosen for entry in some(_link(arch, options.nvshmem))]
     if kernels is not None:
         known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
         for name in kernels:
             if name not in known:
                 raise ValueError(f"--kernel must be one of {', '.join(known)}, got {name}")
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
-    with counted() as begin:
+    with count_in_bar() as begin:
         reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
     code = show(console, reports, options.json)
     if not (options.full or options.json):
@@ -156,10 +156,10 @@ def build(console: Any, options: BuildOptions) -> int:
     return code
 
 
-def _linked(arch: int, folder: str | None) -> list[Entry]:
+def _link(arch: int, folder: str | None) -> list[Entry]:
     """Return the variants that are linked with NVSHMEM; without NVSHMEM none, and print a message."""
     try:
-        return linked(arch, folder)
+        return linked_entries(arch, folder)
     except PlaceUnavailableError as error:
         if folder is not None:
             raise
@@ -228,7 +228,7 @@ def _bundle(console: Any, op: str, options: BuildOptions) -> int:
     refuse_no_folder("--out", options.out)
     arches = tuple(dict.fromkeys(options.arch or ARCHES))
     target = BundleTarget(op, _options(options), arches, pathlib.Path(options.out))
-    with counted() as begin:
+    with count_in_bar() as begin:
         reports = build_bundles([target], on_report=begin("compiling", len(target.entries())))
     code = show(console, reports, options.json)
     if not options.json and not code:

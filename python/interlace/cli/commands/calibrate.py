@@ -121,7 +121,7 @@ def calibrate(console: Any, options: CalibrateOptions) -> int:
                 )
 
         found = _without_noise(
-            attempt, lambda times: measuring.measured(request, times, calibration.OWN, "shm")
+            attempt, lambda times: measuring.measured_mesh(request, times, calibration.OWN, "shm")
         )
     calibration.add(found, file)
     _print(console, options, found, file)
@@ -173,7 +173,7 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: A
 
         found = _without_noise(  # fits the times of all ranks, so that all see the same noise
             lambda number: of_all(measuring.on_rank(request, lambda done, total: None)),
-            lambda times: measuring.measured(request, times, backend, "torchrun"),
+            lambda times: measuring.measured_mesh(request, times, backend, "torchrun"),
             lambda enough: bool(of_all(enough)[0]),
         )
         try:

@@ -90,7 +90,7 @@ class CheckCase(ABC):
         """Return the same result for every rank."""
         return [(value, bound)] * self.world_size
 
-    def _shared(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
+    def _share_out(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
         """Return a part of the result for every rank."""
         parts = (reference.split(each, self.world_size) for each in (value, bound))
         return list(zip(*parts, strict=True))
@@ -218,7 +218,7 @@ class DenseCase(CheckCase):
             value, bound = reference.reduce(inputs, reduce_op)
         else:
             value, bound = reference.matmul_all_reduce(inputs, weights, dtype, bias, reduce_op)
-        return self._shared(value, bound) if "scatter" in self.op else self._on_all(value, bound)
+        return self._share_out(value, bound) if "scatter" in self.op else self._on_all(value, bound)
 
 
 def _fused() -> dict[str, list[Variant]]:
@@ -485,10 +485,10 @@ class ScaledCase(CheckCase):
             return self._on_all(value, reference.rounded(bound, value, OUTPUT))
         unit = reference.unit_roundoff(torch.float32)
         value, bound = reference.sum_of_rounded(products, OUTPUT, unit)
-        return self._shared(value, reference.rounded(bound, value, OUTPUT))
+        return self._share_out(value, reference.rounded(bound, value, OUTPUT))
 
 
-def scaled(device: str, world_size: int) -> Iterator[CheckCase]:
+def scaled_cases(device: str, world_size: int) -> Iterator[CheckCase]:
     sizes = (2048, 1024, 512) if device == "cuda" else (48, 32, 48)
     for op in (GATHER, REDUCE):
         kernels = tuple(BY_NAME[op].algorithms["fused"])
@@ -532,7 +532,7 @@ def _on_nodes(target: str) -> bool:
     return target.startswith("nodes.")
 
 
-def simulated(world_size: int) -> Iterator[CheckCase]:
+def simulated_cases(world_size: int) -> Iterator[CheckCase]:
     yield HandleCase("symmetric_memory", "handle", world_size, (4,), "fp32", _HANDLES)
     for name, target in TARGETS.items():
         if name == "signal" or _on_nodes(name):
@@ -579,19 +579,19 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
         found += dense(device, world_size)
         if world_size <= 4:  # heads and rows are shared out evenly
             found += rows(device, world_size)
-            found += scaled(device, world_size)
+            found += scaled_cases(device, world_size)
         if device == "cuda" and world_size > 1:
             found += signals(world_size)
         if device == "cuda" and has_roles:
             found += roles(world_size, (2048, 1024, 512), "bf16")
         if device == "cpu" and world_size == NODES_RANKS:
-            found += simulated(world_size)
+            found += simulated_cases(world_size)
         if world_size <= 4:
             found += branches(device, world_size)
     return most_telling_first(found)
 
 
-def listed(device: str) -> dict[str, list[str]]:
+def titles_by_kernel(device: str) -> dict[str, list[str]]:
     """Return, by kernel of the catalogue, the titles of the cases that run it, or why there is none."""
     titles: dict[str, list[str]] = {kernel: [] for kernel in every_kernel()}
     for case in cases(device):
@@ -691,7 +691,7 @@ def _line(verdict: Verdict) -> str:
 
 
 def _list(console: Any, device: str, options: CheckOptions) -> int:
-    found = listed(device)
+    found = titles_by_kernel(device)
     if options.json:
         print(json.dumps(found, indent=1))
     else:

@@ -257,7 +257,7 @@ class DemoCase:
     expected: Callable[[Workload, int], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _own(whole: torch.Tensor, dim: int) -> torch.Tensor:
+def _own_shard(whole: torch.Tensor, dim: int) -> torch.Tensor:
     """Return this rank's shard, on its device."""
     parts = reference.split(whole, interlace.get_world_size(), dim)
     return parts[interlace.get_rank()].to(interlace.device())
@@ -265,7 +265,7 @@ def _own(whole: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _gather(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply all rows of ``whole`` by ``weight``; this rank holds some of the rows."""
-    input = _own(whole, 0)
+    input = _own_shard(whole, 0)
     with _visible_tiles(whole.shape[0], weight):
         output: torch.Tensor = interlace.all_gather_matmul(input, weight, algorithm="fused")
     return output
@@ -300,8 +300,8 @@ def _power_of_two(least: float, smallest: int, largest: int) -> int:
 
 
 def _mlp_on_rank(work: Workload) -> torch.Tensor:
-    hidden = _gather(work.activations, _own(work.weight1, 1))
-    return _scatter(torch.nn.functional.gelu(hidden), _own(work.weight2, 0))
+    hidden = _gather(work.activations, _own_shard(work.weight1, 1))
+    return _scatter(torch.nn.functional.gelu(hidden), _own_shard(work.weight2, 0))
 
 
 def _gather_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,7 +339,7 @@ CASES = (
         "Every rank has some rows of x and some columns of weight1. It multiplies its own rows at "
         "once, and the rows of other ranks as their chunks arrive.",
         1,
-        lambda work: _gather(work.activations, _own(work.weight1, 1)),
+        lambda work: _gather(work.activations, _own_shard(work.weight1, 1)),
         _gather_expected,
     ),
     DemoCase(
@@ -348,7 +348,7 @@ CASES = (
         "Every rank has some of the k columns of x and rows of weight1, so its product is one part "
         "of a sum. Each finished tile is sent to the rank that adds it up; own rows come last.",
         0,
-        lambda work: _scatter(_own(work.activations, 1), _own(work.weight1, 0)),
+        lambda work: _scatter(_own_shard(work.activations, 1), _own_shard(work.weight1, 0)),
         _scatter_expected,
     ),
     DemoCase(
@@ -432,7 +432,7 @@ def _load(options: DemoOptions) -> Workload:
 
 def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult:
     place: Any = options.place
-    with tracing.collected() as runs:
+    with tracing.collect_runs() as runs:
         answers = interlace.run(
             _on_rank,
             options.ranks,

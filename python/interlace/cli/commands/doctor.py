@@ -100,13 +100,13 @@ def try_places(facts: MachineFacts) -> None:
     for name, verdict in facts["places"].items():
         if verdict["works"]:
             if name in PLACES:
-                verdict["works"], message = _tried(name, facts["triton"]["interpreted"])
+                verdict["works"], message = _try(name, facts["triton"]["interpreted"])
             else:
                 message = "not tried, because it needs torchrun"
             verdict["why"] = f"{message}; {verdict['why']}"
 
 
-def _tried(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
+def _try(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
     kernels = interpreted or place == "cuda"
     begin = time.monotonic()
     try:

@@ -181,7 +181,7 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
             continue
 
 
-def _awaited(record: RankRecord | None) -> int | None:
+def _awaited_place(record: RankRecord | None) -> int | None:
     """Return the place of the rank that a rank waits for; None if it waits for none."""
     op = None if record is None else _last(record)
     if record is None or op is None or op.ended or record.now / 1e9 - record.since > FRESH_SECONDS:
@@ -197,7 +197,7 @@ def _last(record: RankRecord) -> PastOp | None:
 
 def _show(console: Any, name: str, found: Found) -> None:
     """Print the table of a group."""
-    waiting = {rank: to for rank, r in found.items() if (to := _awaited(r)) is not None}
+    waiting = {rank: to for rank, r in found.items() if (to := _awaited_place(r)) is not None}
     late = sorted({follow(to, waiting.get, rank) for rank, to in waiting.items()})
     come = {
         rank: max([op.number for op in r.collectives], default=0) for rank, r in found.items() if r
@@ -219,10 +219,10 @@ def _show(console: Any, name: str, found: Found) -> None:
 
 
 def _names(found: Found, ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {_who(found, rank)[0]}" for rank in ranks)
+    return ", ".join(f"rank {_identity(found, rank)[0]}" for rank in ranks)
 
 
-def _who(found: Found, rank: int) -> tuple[int, int]:
+def _identity(found: Found, rank: int) -> tuple[int, int]:
     """Return the rank in the job and its process, from any record of its host."""
     for record in found.values():
         if record is not None and 0 <= (place := rank - _base(record)) < len(record.ranks):
@@ -231,7 +231,7 @@ def _who(found: Found, rank: int) -> tuple[int, int]:
 
 
 def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
-    record, (name, pid) = found[rank], map(str, _who(found, rank))
+    record, (name, pid) = found[rank], map(str, _identity(found, rank))
     process = _process(pid)
     if record is None:
         return name, pid, process, "no record here", "", "", ""
@@ -241,7 +241,7 @@ def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
     seconds = (record.now - (op.ended or op.began)) / 1e9
     when = f"ended {seconds:.1f} s ago" if op.ended else f"since {seconds:.1f} s"
     place = "" if op.site is None else f"{_clean(op.site[1])}:{op.site[2]} {_clean(op.site[0])}"
-    waited = "" if waits is None else f"rank {_who(found, waits + _base(record))[0]}"
+    waited = "" if waits is None else f"rank {_identity(found, waits + _base(record))[0]}"
     return name, pid, process, f"{op.number} {_clean(str(op))}"[: _WIDTHS[3]], when, waited, place
 
 

@@ -29,7 +29,7 @@ from interlace.benchmark.tune import (
     candidates,
     on_rank,
     search,
-    untuned,
+    untuned_choice,
 )
 from interlace.cli.commands.bench import MOST_RANKS, under_torchrun
 from interlace.launcher import PLACES
@@ -262,7 +262,7 @@ def tune(console: Any, options: TuneOptions) -> int:
     with Progress("tune", len(jobs)) as progress:
         for number, job in enumerate(jobs):
             progress.begin(number, _text(job))
-            outcome = _measured(options, job, len(jobs), progress)
+            outcome = _measure(options, job, len(jobs), progress)
             outcomes.append((job, outcome))
             if outcome.best.right and outcome.best.candidate.algorithm != AUTO:
                 unwritten.append(_row(options, job, outcome))
@@ -308,7 +308,7 @@ def _of_products(op: str) -> bool:
     return op.removesuffix("_norm") in FUSED
 
 
-def _tried(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
+def _try(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
     op, (m, n, *_) = job
     if not _of_products(op):
         return by_name(place_of(options), TUNED[op])
@@ -318,14 +318,14 @@ def _tried(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
     return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
 
 
-def _measured(options: TuneOptions, job: TuneJob, count: int, progress: Progress) -> Tuned:
+def _measure(options: TuneOptions, job: TuneJob, count: int, progress: Progress) -> Tuned:
     """Measure in one ``interlace.run``, or in one more for each candidate that cannot be run."""
     op, shape = job
     place, size = place_of(options), world_size_of(options)
     processes = place == "cuda" and torch.cuda.device_count() >= size > 1
     seconds, apart = options.budget / count, place == "shm" or processes
     request = TuneRequest(
-        op, dtype_of(options), shape, tuple(_tried(options, job)), seconds,
+        op, dtype_of(options), shape, tuple(_try(options, job)), seconds,
         virtual=place == "cuda" and not processes, settings=tuple(settings_of(options).items()),
     )  # fmt: skip
 
@@ -411,7 +411,7 @@ def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
         rows = cache.rows_for(_machine(options), file)
     for job in jobs:
         problem = _problem(options, job)
-        cached = tuning.cached(rows, problem)
+        cached = tuning.nearest_cached(rows, problem)
         console.print(f"[bold]{_text(job)}[/bold], {_name(options)}")
         if not _of_products(job[0]):
             row = None if cached is None else cached[0]
@@ -419,13 +419,13 @@ def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
                 "now: what auto takes" if row is None else f"now: {row.algorithm}, {row.values}"
             ]
         else:
-            algorithm, choice = untuned(place, capability, problem)
+            algorithm, choice = untuned_choice(place, capability, problem)
             if cached is not None:
                 choice = tuning.decide(capability, problem, cached)
                 algorithm = choice.algorithm if place != "sim" and choice.algorithm else algorithm
             lines = [f"now: {algorithm}, by {choice.source}"]
             lines += [f"  {choice.configuration}"] if algorithm != "unfused" else []
-        tried = _tried(options, job)
+        tried = _try(options, job)
         lines += [f"would try {len(tried)}:", *(f"  {each.describe()}" for each in tried)]
         for text in lines:
             write(console, f"  {text}")

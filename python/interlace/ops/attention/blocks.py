@@ -117,7 +117,7 @@ class TorchBlocks:
         heads = torch.arange(self._heads, device=device)
         return (heads + self._problem.first_head) // self._problem.per_key
 
-    def _seen(
+    def _visible_keys(
         self, source: int, packed: Tensor
     ) -> Iterator[tuple[slice, Tensor | None, bool, Tensor, Tensor]]:
         """Yield (rows of queries, mask, whether it is causal, the keys, the values) of each product."""
@@ -145,7 +145,7 @@ class TorchBlocks:
     def _attend(self, source: int, packed: Tensor) -> None:
         def run() -> None:
             found = self._partials[source] = []
-            for rows, mask, causal, key, value in self._seen(source, packed):
+            for rows, mask, causal, key, value in self._visible_keys(source, packed):
                 query = self._query[:, :, rows]
                 result = attended(query, key, value, mask, causal, self._problem.scale)
                 found.append((rows, *result))
@@ -194,7 +194,7 @@ class TorchBlocks:
             of_query = self._of_query[source] = []
             parts = self._problem.parts_of_rows(contribution)
             sums = [RowTotal(each.permute(1, 2, 0, 3)) for each in parts]
-            for rows, mask, causal, key, value in self._seen(source, packed):
+            for rows, mask, causal, key, value in self._visible_keys(source, packed):
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
                 query, scale = self._query[:, :, rows], self._problem.scale
@@ -235,7 +235,7 @@ def attended(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, ``[b, h, m, v]``, and the log of the sums, -inf for queries that see nothing."""
     if query.is_cpu:
-        added = None if mask is None else _added(mask, query.dtype)
+        added = None if mask is None else _add(mask, query.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_of_one_size(query, key, value), 0.0, causal, attn_mask=added, scale=scale
         )
@@ -245,7 +245,7 @@ def attended(
     score = _scores(query, key, mask, causal, scale)
     lse = score.logsumexp(-1)
     base = torch.where(lse == float("-inf"), 0, lse)
-    return torch.exp(score - base.unsqueeze(-1)) @ _repeated(value, query), lse
+    return torch.exp(score - base.unsqueeze(-1)) @ _repeat_keys(value, query), lse
 
 
 def differentiated(
@@ -265,7 +265,7 @@ def differentiated(
     """
     grad, out, lse = of
     if query.is_cpu and delta is None:
-        added = None if mask is None else _added(mask, query.dtype)
+        added = None if mask is None else _add(mask, query.dtype)
         padded = _of_one_size(grad, query, key, value, out)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *padded, lse, 0.0, causal, attn_mask=added, scale=scale
@@ -277,7 +277,7 @@ def differentiated(
     delta = (grad * out).sum(-1) if delta is None else delta
     score = _scores(query, key, mask, causal, scale)
     weight = torch.exp(score - lse.unsqueeze(-1))
-    whole = _repeated(key, query), _repeated(value, query)
+    whole = _repeat_keys(key, query), _repeat_keys(value, query)
     of_score = weight * (grad @ whole[1].mT - delta.unsqueeze(-1)) * scale
     return of_score @ whole[0], of_score.mT @ query, weight.mT @ grad
 
@@ -292,20 +292,20 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    score = query @ _repeated(key, query).mT * scale
+    score = query @ _repeat_keys(key, query).mT * scale
     if causal:
         rows = torch.arange(score.shape[-1], device=score.device)
         mask = rows <= rows.unsqueeze(1)
     return score if mask is None else score.masked_fill(~mask, float("-inf"))
 
 
-def _repeated(key: Tensor, query: Tensor) -> Tensor:
+def _repeat_keys(key: Tensor, query: Tensor) -> Tensor:
     """Repeat keys for every head of queries."""
     times = query.shape[1] // key.shape[1]
     return key if times == 1 else key.repeat_interleave(times, 1)
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _add(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
@@ -543,7 +543,7 @@ def differentiate_all(
     blocks.query_gradient(of_query)
 
 
-def _gathered(problem: AttentionProblem) -> Tensor:
+def _gather_keys(problem: AttentionProblem) -> Tensor:
     """Gather all ranks' packed keys, in rank order, with the plain collective."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = problem.packed()
@@ -567,7 +567,7 @@ def attention_to_all(
     gather: bool,
 ) -> Event:
     """Attend to keys that are all here, or that a plain collective must ``gather``."""
-    packed = _gathered(problem) if gather else problem.packed()
+    packed = _gather_keys(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
     problem.after_the_caller()
     blocks.attend(None, packed)
@@ -585,7 +585,7 @@ def attention_to_all_backward(
 ) -> Event:
     """Compute gradients. ``gather``: the gradients of gathered keys return by a plain collective, too."""
     communicator, lengths = problem.communicator, problem.shards.lengths
-    packed = _gathered(problem) if gather else problem.packed()
+    packed = _gather_keys(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
     total = of_keys = torch.empty_like(packed, dtype=problem.wide)
     problem.after_the_caller()

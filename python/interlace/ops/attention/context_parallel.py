@@ -142,7 +142,7 @@ def _require_heads(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must have 4 dimensions ({layout}), got shape {shape}")
 
 
-def checked(
+def check(
     communicator: Communicator, record: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
     checked_options(record)
@@ -230,7 +230,7 @@ def _window(value: Any) -> tuple[int, int]:
     return pair
 
 
-def _agreed(
+def _agree(
     communicator: Communicator, op: str, call: CheckedAttention, options: AttentionOptions
 ) -> AttentionProblem:
     """Return the problem, with every rank's tokens; raise the same error on all ranks."""
@@ -323,10 +323,10 @@ def _chosen(
         about = max(shards.lengths), heads, size, shards.world_size
         named = tuning.Problem(problem.op, dtype, *about)
         if place.nodes is None and "auto" in (call.method, call.algorithm):
-            found = tuning.measured(problem.communicator, named).algorithm
+            found = tuning.measured_choice(problem.communicator, named).algorithm
             method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
         name = algorithm if algorithm == "unfused" else f"{method} {algorithm}"
-        measured = tuning.measured(problem.communicator, named, name)
+        measured = tuning.measured_choice(problem.communicator, named, name)
     name_algorithm(f"{method} {algorithm}")
     tiles = None
     if algorithm == "fused":
@@ -350,14 +350,14 @@ def _faster(
     return (way, by) if asked and kernels and even else (method, algorithm)
 
 
-def prepared(
+def prepare(
     communicator: Communicator, record: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
     """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
-    call = checked(communicator, record)
+    call = check(communicator, record)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, FORWARD, call, record)
+        problem = _agree(communicator, FORWARD, call, record)
         return Outcome(None, _forward(problem, call, tokens_first(output, record.layout), lse))
 
     return start, (), None
@@ -379,17 +379,17 @@ def _forward(
     return key_transport.attention_on_the_way(problem, method, output, lse, tiles)
 
 
-attention = internal_form(FORWARD, prepared)
+attention = internal_form(FORWARD, prepare)
 
 
 def prepared_backward(
     communicator: Communicator, record: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
     """Check the arguments on this rank; ``grads``, of query, key and value, get the results."""
-    call = checked(communicator, record)
+    call = check(communicator, record)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, BACKWARD, call, record)
+        problem = _agree(communicator, BACKWARD, call, record)
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
         method, algorithm, tiles = _chosen(problem, call, backward=True)
@@ -432,15 +432,15 @@ def backward_outputs(record: AttentionBackwardArguments, size: Any) -> list[Tens
 def _start(communicator: Communicator, record: AttentionArguments) -> Started:
     with communicator.accepting(FORWARD):
         tensors = outputs(record, communicator.world_size)
-    return _started(communicator, attention, (record, *tensors), tensors)
+    return _start_op(communicator, attention, (record, *tensors), tensors)
 
 
 def _start_backward(communicator: Communicator, record: AttentionBackwardArguments) -> Started:
     tensors = backward_outputs(record, communicator.world_size)
-    return _started(communicator, attention_backward, (record, tensors), tensors)
+    return _start_op(communicator, attention_backward, (record, tensors), tensors)
 
 
-def _started(
+def _start_op(
     communicator: Communicator, form: Callable[..., Any], arguments: Any, tensors: list[Tensor]
 ) -> Started:
     """Start asynchronously, except on a CPU, whose cores have nothing else to do meanwhile.

@@ -234,14 +234,14 @@ def decode_fused(
         return run_words(communicator, OP, kernels.decode_exchange_kernel, programs, values)
     # an engine waits for the work that the caller has issued; now this is part of it
     communicator.place.hold_current(compute.record(), f"the own part of {OP}")
-    gathered, logs = _gathered(problem, results, "results"), _gathered(problem, sums, "sums")
+    gathered, logs = _gather(problem, results, "results"), _gather(problem, sums, "sums")
     compute.call(lambda: logs.mul_(LOG2E), "sums to base 2")
     partials = Partials(gathered, logs, results.shape[2])
     compute.launch(_merge(problem, partials, output, lse, communicator.world_size, configuration))
     return compute.record()
 
 
-def _gathered(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
+def _gather(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
     """Gather all ranks' ``part``, by rank."""
     communicator = problem.communicator
     gathered = part.new_empty(communicator.world_size, *part.shape)
@@ -275,8 +275,8 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
         mask = None if present is None else present[:, None]
         found = attended(query[some].to(wide), key, value, mask, False, problem.scale)
         results[some], sums[some] = found
-    gathered = _gathered(problem, results.contiguous(), "results")
-    logs = _gathered(problem, sums.contiguous(), "sums")
+    gathered = _gather(problem, results.contiguous(), "results")
+    logs = _gather(problem, sums.contiguous(), "sums")
 
     def finish() -> None:
         rows = slice(0, query.shape[2])
@@ -369,14 +369,14 @@ def prepared_decode(communicator: Communicator, record: DecodeArguments) -> Prep
             kernels = kernels and place.mapped and not place.direct_access
             chosen = "fused" if kernels else "unfused"
             if kernels and place.nodes is None:
-                chosen = tuning.measured(communicator, named).algorithm or chosen
+                chosen = tuning.measured_choice(communicator, named).algorithm or chosen
         name_algorithm(chosen)
         event = None
         if math.prod(grouped.shape):
             if chosen == "fused":
                 rows = grouped.shape[2]
                 tiles = choose_attention(place, query.dtype, largest, rows, keys=most, decode=True)
-                tiles = tuning.measured(communicator, named, chosen).over(tiles)
+                tiles = tuning.measured_choice(communicator, named, chosen).over(tiles)
                 event = decode_fused(problem, attended, lse, tiles)
             else:
                 event = decode_unfused(problem, attended, lse)

@@ -391,5 +391,5 @@ def _checked_dim(
     with communicator.accepting(op):
         checks.one_of("balance", balance, BALANCES)
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
+            raise TypeError(f"tensor must be a tensor, got {checks.describe(tensor)}")
         return checks.index("dim", dim, tensor.dim())

@@ -32,7 +32,7 @@ from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import (
     agreed_call,
     enqueue_kernel,
-    others,
+    other_ranks,
     resident_programs,
     sources,
     wait_for_all,
@@ -87,7 +87,7 @@ class FromHeadsArguments:
 HeadArguments = ToHeadsArguments | FromHeadsArguments
 
 
-def checked(communicator: Communicator, record: HeadArguments) -> HeadArguments:
+def check(communicator: Communicator, record: HeadArguments) -> HeadArguments:
     """Return the arguments if they fit together on this rank."""
     size, length = communicator.world_size, record.length
     input = checks.tensor("input", record.input, communicator)
@@ -117,14 +117,14 @@ def checked(communicator: Communicator, record: HeadArguments) -> HeadArguments:
     return replace(record, input=input, weight=weight, bias=bias, algorithm=algorithm)
 
 
-def prepared(
+def prepare(
     communicator: Communicator,
     record: HeadArguments,
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
     """Prepare either op. ``output``, and ``received`` if there is one, get the results."""
-    call = checked(communicator, record)
+    call = check(communicator, record)
 
     def start() -> Outcome:
         op = record.op
@@ -140,7 +140,7 @@ def prepared(
             own, whole = whole, own
         parts = communicator.parts(communicator.call_of(op, terms, (own, whole)))
         lengths = _lengths(op, parts)
-        return Outcome(None, _launched(communicator, op, call, lengths, output, received))
+        return Outcome(None, _launch(communicator, op, call, lengths, output, received))
 
     return start, (), None
 
@@ -158,7 +158,7 @@ def _lengths(op: str, parts: Sequence[tuple[int, int]]) -> list[int]:
     return lengths
 
 
-def _launched(
+def _launch(
     communicator: Communicator,
     op: str,
     call: HeadArguments,
@@ -181,7 +181,7 @@ def _launched(
         algorithm = "unfused"
     elif algorithm == "auto":
         moved = 0 if op == TO_HEADS else sum(rows) * inner * input.element_size()
-        tuned = tuning.measured(communicator, problem).algorithm
+        tuned = tuning.measured_choice(communicator, problem).algorithm
         algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=False, tuned=tuned)
     checks.one_node(algorithm, communicator)
     name_algorithm(algorithm)
@@ -190,12 +190,12 @@ def _launched(
     )
     if algorithm == "fused":
         tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
-        tiles = tuning.measured(communicator, problem, algorithm).over(tiles)
+        tiles = tuning.measured_choice(communicator, problem, algorithm).over(tiles)
         return exchange.fused(tiles)
     return exchange.pipelined() if algorithm == "pipelined" else exchange.unfused()
 
 
-FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
+FORMS = {op: internal_form(op, prepare) for op in (TO_HEADS, FROM_HEADS)}
 
 
 def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
@@ -336,7 +336,7 @@ class FromHeads(HeadExchangeCall):
         layout = Layout(world_size * chunks, world_size * max(rows) * inner * input.element_size())
 
         def arrivals() -> Iterator[tuple[int, int]]:
-            for source in others(communicator):
+            for source in other_ranks(communicator):
                 for chunk in range(formulas.ceil_div(rows[rank], size)):
                     yield source, source * chunks + chunk
 
@@ -369,7 +369,7 @@ class FromHeads(HeadExchangeCall):
         def body(workspace: Workspace) -> None:
             stream, copying = communicator.compute, communicator.copying
             copying.wait_credits(workspace)
-            for peer in [rank, *others(communicator)]:
+            for peer in [rank, *other_ranks(communicator)]:
                 first, count = begins[peer]
                 theirs = workspace.data(peer, 0, (count, world_size, inner), dtype)[:, rank]
                 copying.copy(theirs, input[first : first + count], f"rows to rank {peer}")
@@ -527,7 +527,7 @@ def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
     """Return every rank's product, cut into the columns of each receiver."""
     outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
-    shapes.divided(ranks[0].weight.shape[1], size, "dimension 1 of weight")
+    shapes.own_length(ranks[0].weight.shape[1], size, "dimension 1 of weight")
     wholes = [len(each) for each in outputs]
     own_lengths = [len(each.input) for each in ranks]
     lengths = _lengths(TO_HEADS, list(zip(own_lengths, wholes, strict=True)))

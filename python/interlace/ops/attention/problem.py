@@ -35,7 +35,13 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Queries
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, input_precision
-from interlace.ops.matmul.reference import Bounded, gamma, half_denormal, rounded, unit_roundoff
+from interlace.ops.matmul.reference import (
+    Bounded,
+    gamma,
+    half_denormal,
+    rounded,
+    unit_roundoff,
+)
 from interlace.ops.op.op import Example, Setting, constant
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Workspace
@@ -246,11 +252,11 @@ class AttentionProblem:
     def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
         """Copy packed sums to ``grads`` of keys and of values, on the compute stream."""
 
-        def copied() -> None:
+        def copy() -> None:
             for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
                 grad.copy_(part)
 
-        self.communicator.compute.call(copied, "gradients of the own keys")
+        self.communicator.compute.call(copy, "gradients of the own keys")
 
     def empty_total(self) -> torch.Tensor:
         """Return an empty tensor for the packed gradients of this rank's keys."""

@@ -30,7 +30,7 @@ import torch
 
 from interlace.ops.attention.blocks import Blocks, blocks_of, differentiate_all
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult
-from interlace.ops.collectives.launch import others, wait_for_all
+from interlace.ops.collectives.launch import other_ranks, wait_for_all
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -140,7 +140,7 @@ class ByPushes:
         copying, total = communicator.copying, self._problem.shards.total
         data, own_tokens = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
         copying.wait_credits(self._workspace)
-        for peer in [rank, *others(communicator)]:
+        for peer in [rank, *other_ranks(communicator)]:
             for tensors, (each, room) in zip(pieces, self._there, strict=True):
                 theirs = data(peer, room, each.shape(total, peer), each.dtype)[own_tokens]
                 for to, tensor in zip(each.tensors(theirs, peer), tensors, strict=True):
@@ -158,7 +158,7 @@ class ByPushes:
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
-        for peer in [*others(communicator), rank]:
+        for peer in [*other_ranks(communicator), rank]:
             own_tokens = slice(self._begins[peer], self._begins[peer + 1])
             for tensors, (each, room) in zip(pieces, self._back, strict=True):
                 theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
@@ -320,12 +320,12 @@ def exchanged_backward(
             )
         (of_own_query,), parts = way.to_tokens([(of_query,), of_keys.tensors(of_keys_total, rank)])
         problem.communicator.compute.copy(grads[0], of_own_query, "gradient of the query")
-        problem.give(_added(on_heads, parts), grads[1:])
+        problem.give(_add_gradients(on_heads, parts), grads[1:])
 
     return way.exchange(differentiate)
 
 
-def _added(on_heads: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
+def _add_gradients(on_heads: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
     """Add up the gradients of the own keys, which have arrived for each head, in rank order."""
     heads, problem = on_heads.heads, on_heads.problem
     total = problem.empty_total()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.checks import apart, disjoint, filled, one_per_rank, remember
+from interlace.arguments.checks import apart, disjoint, fill_dense, one_per_rank, remember
 from interlace.arguments.words import AnyReduceOp, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives.rooted import _gather, _scatter
@@ -43,7 +43,7 @@ def _pairwise(op: str, relation: str, output: str, input: str) -> Callable[[Sequ
     return match
 
 
-def _exchanged(
+def _prepare_exchange(
     communicator: Communicator,
     call: Call,
     outputs: list[torch.Tensor],
@@ -61,7 +61,7 @@ def _exchanged(
             contiguous(movable(each).clone().view(each.dtype) if shared else each)
             for each in inputs
         ]
-        return filled(
+        return fill_dense(
             communicator,
             outputs,
             lambda targets: communicator.engine.all_to_all(call, targets, parts),
@@ -76,7 +76,7 @@ def checked_all_to_all(
     input_tensor_list: list[torch.Tensor],
 ) -> PreparedCall:
     first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
-    first = checks.imported("input_tensor_list[0]", first)
+    first = checks.import_array("input_tensor_list[0]", first)
     dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
     inputs = one_per_rank(
         "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
@@ -99,7 +99,7 @@ def checked_all_to_all(
             equal_fits=expected == sent and len(set(sent)) == 1,
         )
         remember(communicator, key, call)
-    return _exchanged(communicator, call, outputs, inputs, output_tensor_list)
+    return _prepare_exchange(communicator, call, outputs, inputs, output_tensor_list)
 
 
 _all_to_all = internal_form("all_to_all", checked_all_to_all)
@@ -209,7 +209,7 @@ def checked_all_to_all_single(
         )
         remember(communicator, key, call)
     outputs, inputs = list(torch.split(out, list(expected))), list(torch.split(data, list(sent)))
-    return _exchanged(communicator, call, outputs, inputs, [output])
+    return _prepare_exchange(communicator, call, outputs, inputs, [output])
 
 
 _all_to_all_single = internal_form("all_to_all_single", checked_all_to_all_single)
@@ -255,7 +255,7 @@ def split(
     """Return the parts of ``whole``; raise unless ``lengths`` cut it into one part per rank."""
     if not isinstance(whole, (torch.Tensor, list, tuple)):
         raise TypeError(
-            f"{name} must be a tensor or a list of tensors, got {checks.described(whole)}"
+            f"{name} must be a tensor or a list of tensors, got {checks.describe(whole)}"
         )
     if not isinstance(whole, torch.Tensor):
         tensors = list(whole)

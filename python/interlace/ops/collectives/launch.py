@@ -67,7 +67,7 @@ class Taken:
     destination: torch.Tensor
 
 
-def others(communicator: Communicator) -> list[int]:
+def other_ranks(communicator: Communicator) -> list[int]:
     rank, world_size = communicator.rank, communicator.world_size
     return [(rank + step) % world_size for step in range(1, world_size)]
 
@@ -135,7 +135,7 @@ def all_gather_copy(
         for source in sources(communicator)
         if source != rank or outputs[rank].data_ptr() != input.data_ptr()
     ]
-    staged = [Staged(0, input, others(communicator))]
+    staged = [Staged(0, input, other_ranks(communicator))]
     return pull(communicator, "all_gather", nbytes, staged, taken)
 
 
@@ -394,12 +394,14 @@ def all_reduce_copy(
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
-        stage(communicator, workspace, Staged(offset, input, others(communicator)), staged + rank)
+        stage(
+            communicator, workspace, Staged(offset, input, other_ranks(communicator)), staged + rank
+        )
         first, count = segments[rank]
         sums = workspace.data(rank, sums_offset, (count,), input.dtype)
         begin = offset + first * itemsize
         fold_staged(communicator, workspace, staged, begin, sums, reduction)
-        for peer in others(communicator):
+        for peer in other_ranks(communicator):
             stream.publish(workspace, peer, summed + rank)
         for source in sources(communicator):
             if source != rank:

@@ -15,7 +15,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import point_to_point, rooted
-from interlace.runtime.compat.torch_modes import pickled
+from interlace.runtime.compat.torch_modes import pickle_tensors
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
@@ -24,9 +24,9 @@ SMALL = 16384  # bytes that go along with a rank's message
 TAG = 1 << 30  # marks messages with objects, which are then not taken for tensors
 
 
-def _pickled(op: str, value: Any) -> bytes:
+def _pickle(op: str, value: Any) -> bytes:
     try:
-        return pickled(value)
+        return pickle_tensors(value)
     except Exception as error:  # a user's __reduce__ may raise anything
         raise TypeError(
             f"{op}: an object of type {type(value).__name__} cannot be pickled: {error}"
@@ -42,11 +42,11 @@ def _room(communicator: Communicator, length: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8, device=communicator.place.device)
 
 
-def _loaded(data: bytes | torch.Tensor) -> Any:
+def _unpickle(data: bytes | torch.Tensor) -> Any:
     return pickle.loads(data if isinstance(data, bytes) else bytes(data.cpu().numpy()))
 
 
-def _gathered(
+def _gather_data(
     communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
 ) -> list[bytes | torch.Tensor]:
     """Return every rank's ``data``, by rank; if ``root`` is passed, only there."""
@@ -87,8 +87,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     communicator, name = resolve(group), "all_gather_object"
     with communicator.accepting(name):
         _check_list("object_list", object_list, communicator.world_size)
-        data = _pickled(name, obj)
-    object_list[:] = map(_loaded, _gathered(communicator, name, (), data))
+        data = _pickle(name, obj)
+    object_list[:] = map(_unpickle, _gather_data(communicator, name, (), data))
 
 
 def _check_list(name: str, value: Any, entries: int | None = None) -> None:
@@ -123,10 +123,10 @@ def gather_object(
         rooted.only_on_root("object_gather_list", object_gather_list, root, communicator.rank)
         if communicator.rank == root:
             _check_list("object_gather_list", object_gather_list, communicator.world_size)
-        data = _pickled(name, obj)
-    gathered = _gathered(communicator, name, (("root", root),), data, root)
+        data = _pickle(name, obj)
+    gathered = _gather_data(communicator, name, (("root", root),), data, root)
     if object_gather_list:
-        object_gather_list[:] = map(_loaded, gathered)
+        object_gather_list[:] = map(_unpickle, gathered)
 
 
 def broadcast_object_list(
@@ -153,11 +153,11 @@ def broadcast_object_list(
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         is_root = communicator.rank == root
         _check_list("object_list", object_list)
-        data = _pickled(name, object_list) if is_root else b""
+        data = _pickle(name, object_list) if is_root else b""
     terms = (("number of objects", len(object_list)), ("root", root))
-    everyones = _gathered(communicator, name, terms, data)  # other ranks' data is empty
+    everyones = _gather_data(communicator, name, terms, data)  # other ranks' data is empty
     if not is_root:
-        object_list[:] = _loaded(everyones[root])
+        object_list[:] = _unpickle(everyones[root])
 
 
 def scatter_object_list(
@@ -193,7 +193,7 @@ def scatter_object_list(
             size = communicator.world_size
             _check_list("scatter_object_input_list", scatter_object_input_list, size)
             for each in scatter_object_input_list or ():
-                packed.append(_pickled(name, each))
+                packed.append(_pickle(name, each))
     small = sum(map(len, packed)) <= SMALL
     call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
     received: list[bytes | torch.Tensor] = []
@@ -210,7 +210,7 @@ def scatter_object_list(
         return communicator.engine.scatter(rest, room, inputs, root)
 
     communicator.run(name, start, async_op=False)
-    scatter_object_output_list[0] = _loaded(*received)
+    scatter_object_output_list[0] = _unpickle(*received)
 
 
 def send_object_list(
@@ -240,7 +240,7 @@ def send_object_list(
     communicator = resolve(group)
     peer = point_to_point._peer("dst", dst, group_dst, communicator)
     with communicator.accepting():
-        data = _pickled("send_object_list", object_list)
+        data = _pickle("send_object_list", object_list)
     numbers = [len(data), len(object_list)]
     header = torch.tensor(numbers, dtype=torch.int64).to(communicator.place.device)
     point_to_point._isend(communicator, header, peer, TAG).wait()
@@ -283,5 +283,5 @@ def recv_object_list(
             f"object_list has {len(object_list)} entries on rank {communicator.rank}, rank {peer} sent "
             f"{count}"
         )
-    object_list[:] = _loaded(data)
+    object_list[:] = _unpickle(data)
     return communicator.ranks[peer]  # type: ignore[no-any-return]

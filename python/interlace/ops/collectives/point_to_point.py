@@ -86,10 +86,10 @@ def _irecv(
             return engine.recv(call, data, peer, tag)
         buffer = torch.empty(data.shape, dtype=data.dtype, device=data.device)
         return Continued(
-            engine.recv(call, buffer, peer, tag), lambda outcome: copied(outcome, buffer)
+            engine.recv(call, buffer, peer, tag), lambda outcome: copy_back(outcome, buffer)
         )
 
-    def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
+    def copy_back(outcome: Outcome, made: torch.Tensor) -> Outcome:
         event = copied_back(communicator, [data], [made], outcome.event)
         return Outcome(outcome.result, event, outcome.source)
 
@@ -243,7 +243,7 @@ class P2POp:
     ) -> None:
         _direction(op)
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
+            raise TypeError(f"tensor must be a tensor, got {checks.describe(tensor)}")
         self.op, self.tensor, self.peer = op, tensor, peer
         self.group, self.tag, self.group_peer = group, tag, group_peer
 
@@ -285,11 +285,11 @@ def batch_isend_irecv(p2p_op_list: Sequence["P2POp | torch.distributed.P2POp"]) 
     for index, entry in enumerate(p2p_op_list):
         if not all(hasattr(entry, name) for name in ("op", "tensor", "peer", "group", "tag")):
             raise ValueError(f"p2p_op_list[{index}] must be a P2POp, got {type(entry).__name__}")
-        begun.append(_prepared(entry))
+        begun.append(_prepare(entry))
     return [begin() for begin in begun]
 
 
-def _prepared(entry: Any) -> Callable[[], Work]:
+def _prepare(entry: Any) -> Callable[[], Work]:
     communicator, sends = resolve(entry.group).on(entry.tensor), _direction(entry.op) == "isend"
     group_peer = getattr(entry, "group_peer", None)
     peer = entry.peer if group_peer is None else None  # torch's P2POp has both, which agree
@@ -330,7 +330,7 @@ def _monitored_barrier(
             message.wait()
             raise refused
         try:
-            _received(communicator, token, 0, tag).wait(max(seconds, 1e-3))
+            _receive_token(communicator, token, 0, tag).wait(max(seconds, 1e-3))
             if (number := int(token.item())) < 0:
                 raise CollectiveTimeoutError(f"rank {-number} failed to pass it", (-number,))
         except InterlaceError as error:
@@ -347,7 +347,7 @@ def _monitored_barrier(
         )
 
 
-def _received(communicator: Communicator, token: torch.Tensor, peer: int, tag: int) -> Work:
+def _receive_token(communicator: Communicator, token: torch.Tensor, peer: int, tag: int) -> Work:
     """Receive ``token``; fail early if ``peer`` cannot come because it waits for this rank in another
     op."""
     work = _irecv(communicator, token, peer, tag)
@@ -363,7 +363,7 @@ def _collect(
     late: dict[int, str] = {}
     tokens = [torch.empty_like(token) for _ in range(communicator.world_size)]
     works = [
-        _received(communicator, tokens[peer], peer, tag)
+        _receive_token(communicator, tokens[peer], peer, tag)
         for peer in range(1, communicator.world_size)
     ]
     if works and seconds <= 0:

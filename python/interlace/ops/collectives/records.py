@@ -210,7 +210,7 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
     raise RuntimeError(f"interlace.{op} with reduce_op {reduce_op!r} has no gradient")
 
 
-def reduced(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
+def reduce_all(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
     """Return the reduction of all ranks' inputs, in their order."""
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
@@ -225,7 +225,7 @@ ALL_REDUCE = _record(
     "all_reduce",
     AllReduceArguments,
     _gradient_of_all_reduce,
-    lambda ranks, size: _copies(reduced("all_reduce", inputs(ranks), ranks[0].reduce_op), size),
+    lambda ranks, size: _copies(reduce_all("all_reduce", inputs(ranks), ranks[0].reduce_op), size),
     (*ALGORITHMS, "low_latency"),
 )
 
@@ -237,7 +237,7 @@ class ReduceScatterArguments:
     scatter_dim: int
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.scattered(self.input, self.scatter_dim, size)
+        return shapes.scattered_tensor(self.input, self.scatter_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         dim = self.scatter_dim % self.input.dim()
@@ -254,10 +254,10 @@ def _gradient_of_reduce_scatter(ctx: Any, grad: Tensor) -> Tensor:
     return _of_reduced(ctx, "reduce_scatter", gather(grad), gather)
 
 
-def scattered(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
+def scatter_all(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
     """Return the parts of the reduction, by rank."""
-    shapes.scattered(inputs[0], dim, size)  # raises if the size does not divide
-    return _slices(reduced("reduce_scatter", inputs, reduce_op), dim, size)
+    shapes.scattered_tensor(inputs[0], dim, size)  # raises if the size does not divide
+    return _slices(reduce_all("reduce_scatter", inputs, reduce_op), dim, size)
 
 
 def _slices(tensor: Tensor, dim: int, size: int) -> Outputs:
@@ -268,7 +268,7 @@ REDUCE_SCATTER = _record(
     "reduce_scatter",
     ReduceScatterArguments,
     _gradient_of_reduce_scatter,
-    lambda ranks, size: scattered(inputs(ranks), ranks[0].reduce_op, ranks[0].scatter_dim, size),
+    lambda ranks, size: scatter_all(inputs(ranks), ranks[0].reduce_op, ranks[0].scatter_dim, size),
     ALGORITHMS,
 )
 
@@ -301,7 +301,7 @@ REDUCE = _record(
     ReduceArguments,
     _gradient_of_reduce,
     lambda ranks, size: _only_on(
-        ranks[0].dst, reduced("reduce", inputs(ranks), ranks[0].reduce_op), size
+        ranks[0].dst, reduce_all("reduce", inputs(ranks), ranks[0].reduce_op), size
     ),
 )
 
@@ -315,7 +315,7 @@ class AllGatherArguments:
     gather_dim: int
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.gathered(self.input, self.gather_dim, size)
+        return shapes.gathered_tensor(self.input, self.gather_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         dim = self.gather_dim % max(self.input.dim(), 1)
@@ -325,10 +325,10 @@ class AllGatherArguments:
         return rootless._all_gather(group, (whole, self.input), (), True)
 
 
-def gathered(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
+def gather_all(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
     """Concatenate all ranks' inputs along ``dim``."""
     alike(op, "input", inputs)
-    whole = shapes.gathered(inputs[0], dim, size)
+    whole = shapes.gathered_tensor(inputs[0], dim, size)
     for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
         part.copy_(input)
     return whole
@@ -339,7 +339,7 @@ ALL_GATHER = _record(
     AllGatherArguments,
     _calls("reduce_scatter", "sum", "gather_dim"),
     lambda ranks, size: _copies(
-        gathered("all_gather", inputs(ranks), ranks[0].gather_dim, size), size
+        gather_all("all_gather", inputs(ranks), ranks[0].gather_dim, size), size
     ),
     (*ALGORITHMS, "low_latency"),
     input=own_rows,
@@ -353,7 +353,7 @@ class GatherArguments:
     gather_dim: int
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.gathered(self.input, self.gather_dim, size)
+        return shapes.gathered_tensor(self.input, self.gather_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         """Gather along ``gather_dim`` on ``dst``; other ranks get zeros of the same shape."""
@@ -372,7 +372,7 @@ GATHER = _record(
     GatherArguments,
     _calls("scatter", "dst", "gather_dim"),
     lambda ranks, size: _only_on(
-        ranks[0].dst, gathered("gather", inputs(ranks), ranks[0].gather_dim, size), size
+        ranks[0].dst, gather_all("gather", inputs(ranks), ranks[0].gather_dim, size), size
     ),
     input=own_rows,
 )
@@ -385,7 +385,7 @@ class ScatterArguments:
     scatter_dim: int
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.scattered(self.input, self.scatter_dim, size)
+        return shapes.scattered_tensor(self.input, self.scatter_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         """Fill with this rank's slice of ``src``'s input along ``scatter_dim``; other inputs are unused."""
@@ -399,7 +399,7 @@ def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     src, dim = ranks[0].src, ranks[0].scatter_dim
     _check_root("src", src, size)
     alike("scatter", "input", inputs(ranks))
-    shapes.scattered(ranks[0].input, dim, size)
+    shapes.scattered_tensor(ranks[0].input, dim, size)
     return _slices(ranks[src].input, dim, size)
 
 
@@ -455,7 +455,7 @@ class AllToAllArguments:
 
     def outputs(self, size: Any) -> Tensor:
         received, sent = self.splits
-        return shapes.exchanged(self.input, received, sent, size)
+        return shapes.exchanged_tensor(self.input, received, sent, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         return _all_to_all_single(group, (output, self.input), self.splits, True)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from interlace.arguments import checks, words
-from interlace.arguments.checks import apart, copied_back, filled, one_per_rank, remember
+from interlace.arguments.checks import apart, copied_back, fill_dense, one_per_rank, remember
 from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import stream_engine
@@ -157,7 +157,7 @@ def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
         )
 
 
-def _agreed(
+def _agree(
     communicator: Communicator, op: str, tensor: torch.Tensor, record: Any, root: int
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None, Call]:
     """Return this rank's tensor, on the root the tensors of its list ``record``, and the call."""
@@ -197,13 +197,13 @@ def checked_gather(
     group_dst: Rank,
 ) -> PreparedCall:
     root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
-    data, outputs, call = _agreed(communicator, "gather", tensor, gather_list, root)
+    data, outputs, call = _agree(communicator, "gather", tensor, gather_list, root)
 
     def start() -> Event | None:
         engine, source = communicator.engine, contiguous(data)
         if outputs is None:
             return engine.gather(call, None, source, root)
-        return filled(
+        return fill_dense(
             communicator, outputs, lambda targets: engine.gather(call, targets, source, root)
         )
 
@@ -246,12 +246,12 @@ def checked_scatter(
     group_src: Rank,
 ) -> PreparedCall:
     root = checks.group_rank("src", src, group_src, communicator, default=0)
-    out, inputs, call = _agreed(communicator, "scatter", tensor, scatter_list, root)
+    out, inputs, call = _agree(communicator, "scatter", tensor, scatter_list, root)
 
     def start() -> Event | None:
         engine = communicator.engine
         sources = None if inputs is None else [contiguous(each) for each in inputs]
-        return filled(
+        return fill_dense(
             communicator, [out], lambda targets: engine.scatter(call, targets[0], sources, root)
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, words
-from interlace.arguments.checks import copied_back, disjoint, either, filled, parts, remember
+from interlace.arguments.checks import copied_back, disjoint, either, fill_dense, parts, remember
 from interlace.arguments.words import AnyReduceOp, CollectiveAlgorithm, Group, PerRank
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import stream_engine
@@ -109,7 +109,7 @@ def _narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.view(dtype) if dtype == torch.uint64 else values.to(dtype)
 
 
-def _summed(
+def _sum_entries(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each index once, with the sum of its ``values`` from left to right."""
@@ -136,7 +136,7 @@ def _checked_sparse(
     checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS)
     words.check_dtype("all_reduce", name, "tensor", tensor.dtype)
     dtype, detached = tensor.dtype, tensor.detach()
-    own_indices, values = _summed(detached._indices(), _wide(detached._values()), detached)
+    own_indices, values = _sum_entries(detached._indices(), _wide(detached._values()), detached)
     if not (dtype.is_floating_point or dtype.is_complex):
         values = _narrow(values, dtype)  # a rank's own sum wraps around
     indices, values = own_indices.t().contiguous(), values.contiguous()
@@ -158,7 +158,7 @@ def _checked_sparse(
                 event.synchronize()
             everyones.append(torch.cat(parts))
         rows, entries = everyones
-        rows, total = _summed(rows.t(), _wide(entries), detached)
+        rows, total = _sum_entries(rows.t(), _wide(entries), detached)
         if name == "avg":
             reductions.divide(
                 total.view(dtype) if dtype == torch.uint64 else total, communicator.world_size
@@ -224,7 +224,9 @@ def checked_all_gather(
 
     def start() -> Event | None:
         made, engine = contiguous(data), stream_engine.serving(communicator, algorithm)
-        return filled(communicator, outputs, lambda targets: engine.all_gather(call, targets, made))
+        return fill_dense(
+            communicator, outputs, lambda targets: engine.all_gather(call, targets, made)
+        )
 
     return start, record, call
 
@@ -326,7 +328,7 @@ def checked_reduce_scatter(
         def run(targets: Sequence[torch.Tensor]) -> Event | None:
             return engine.reduce_scatter(call, targets[0], made, reducing)
 
-        return filled(communicator, [out], run)
+        return fill_dense(communicator, [out], run)
 
     return start, (output,), call
 
@@ -449,7 +451,7 @@ def _read_first(
 ) -> PreparedCall:
     """Return ``prepared`` for tensors reduced in place; for copies if two share memory, as torch has it."""
     _, outputs, _ = prepared
-    tensors = [checks.imported("tensors", each) for each in outputs]
+    tensors = [checks.import_array("tensors", each) for each in outputs]
     if disjoint(tensors):
         return prepared
     copies = [torch.empty_like(each) for each in tensors]

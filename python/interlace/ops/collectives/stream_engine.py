@@ -222,7 +222,7 @@ class StreamEngine(Engine):
         give_index, take_index = 0 if alike else rank, rank if giver == ALL else 0
         keep = bool(gives and takes) and _same(takes[take_index], gives[give_index])
         if alike:
-            readers = algorithms.others(communicator) if taker == ALL else [taker]
+            readers = algorithms.other_ranks(communicator) if taker == ALL else [taker]
             readers = [reader for reader in readers if reader != rank]
             staged = [Staged(0, bytes_of(give), readers) for give in gives]
         else:

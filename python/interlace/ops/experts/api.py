@@ -24,7 +24,7 @@ from interlace.ops.experts.dispatch import (
     DispatchArguments,
     arguments_of,
     dispatch_rows,
-    named,
+    name_results,
 )
 from interlace.ops.experts.grouped import GroupedArguments, row_counts
 from interlace.ops.experts.grouped_combine import (
@@ -48,7 +48,7 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.op import OPS, Op
-from interlace.ops.op.recording import ContinuedWork, run_recorded, seen, unseen
+from interlace.ops.op.recording import ContinuedWork, is_seen, run_recorded, unseen
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.work import Work
@@ -120,10 +120,10 @@ def dispatch(
     """
     most, options = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
     operands = x, topk_idx, topk_weights, num_experts
-    return _dispatched(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
+    return _dispatch(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
 
 
-def _dispatched(
+def _dispatch(
     operands: tuple[Any, ...],
     most: int | None,
     use_fp8: bool,
@@ -146,7 +146,7 @@ def _dispatched(
         arguments, terms = arguments_of(x, topk_idx, *others, **how)
 
     def finish(results: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
-        received, handle = named(results, arguments, communicator, x)
+        received, handle = name_results(results, arguments, communicator, x)
         return received, handle._replace(number=number)
 
     def run(record: DispatchArguments, async_op: bool) -> Any:
@@ -207,7 +207,7 @@ def combine(
         check_group(group, handle.group)
         checks.flag("weighted", weighted)
         if not isinstance(y, Tensor):
-            raise TypeError(f"y must be a tensor, got {checks.described(y)}")
+            raise TypeError(f"y must be a tensor, got {checks.describe(y)}")
         rows = flat(handle, "y", y)
     weights = handle.topk_weights if weighted else None
     routing = handle.routing._replace(algorithm=algorithm)
@@ -225,7 +225,7 @@ def _sums(
     async_op: bool,
     *,
     as_op: Callable[[Any, Any], Any] = lambda given, made: given,
-    look: Callable[..., bool] = seen,
+    look: Callable[..., bool] = is_seen,
 ) -> Any:
     """Return the sums by token, computed by ``form``. ``as_op`` adds the call's findings to arguments."""
     known: Op = OPS[op]
@@ -319,7 +319,7 @@ def low_latency_dispatch(
     """
     most, operands = num_max_dispatch_tokens_per_rank, (x, topk_idx, None, num_experts)
     options = {"low_latency": True, "algorithm": algorithm}
-    return _dispatched(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
+    return _dispatch(operands, most, use_fp8, group, async_op, **options)  # type: ignore[no-any-return]
 
 
 def low_latency_combine(
@@ -369,7 +369,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     (torch.float8_e4m3fn, 448.0, 7.0)
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {checks.described(x)}")
+        raise TypeError(f"x must be a tensor, got {checks.describe(x)}")
     if x.shape[-1] % BLOCK:
         raise ValueError(f"hidden must be a multiple of {BLOCK}, got x of shape {tuple(x.shape)}")
     blocks = (
@@ -657,7 +657,7 @@ def _recorded_grouped(
     def finish(outputs: list[Tensor], result: Any) -> Any:
         output, routes = activate(outputs[0], name), result[1]
         if record.max_rows:
-            return on_device(counted.padded(output, routes, record))
+            return on_device(counted.pad_results(output, routes, record))
         received = outputs[1] if record.return_received else None
         return grouped.result(received, output, routes.splits())
 

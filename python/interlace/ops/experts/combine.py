@@ -40,12 +40,12 @@ from interlace.ops.experts.routing import (
     Routing,
     RoutingArguments,
     agreed,
-    assigned,
+    assign,
     assignment_of,
     check_spread,
-    measured,
+    measured_for,
     most_dispatched,
-    resolved,
+    resolve_algorithm,
     weights_of,
 )
 from interlace.ops.op.op import Op, OpGradient, Started, complete, fused_by, kept, requiring, wait
@@ -222,7 +222,7 @@ def pipelined_home(
     return communicator.enqueue(op, layout, body)
 
 
-def _prepared(
+def _prepare(
     communicator: Communicator, record: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
@@ -235,7 +235,7 @@ def _prepared(
     if rows.dim() != 2:
         raise ValueError(f"y must have 2 dimensions (rows, n), got {tuple(rows.shape)}")
     checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
-    algorithm = resolved(communicator, routing.algorithm)
+    algorithm = resolve_algorithm(communicator, routing.algorithm)
     checks.fused_dtype(routing.algorithm, "y", rows.dtype, 'another one or "auto"')
     if not rows.shape[1] or (algorithm == "fused" and rows.dtype not in FUSED_DTYPES):
         algorithm = "unfused"
@@ -317,7 +317,7 @@ def _with_counts(
         way = algorithm if most else "unfused"
         if routing.algorithm == "auto" and communicator.place.nodes is None:
             problem = rows.dtype, int(counts.sum(1).max()), rows.shape[1]
-            named = measured(communicator, COMBINE, *problem).algorithm
+            named = measured_for(communicator, COMBINE, *problem).algorithm
             way = named if named in BY_TORCH else way
         name_algorithm(way)
         routes = HostRoutes(assignment, counts, routing.expert_rows(communicator.world_size))
@@ -332,7 +332,7 @@ def _with_counts(
 _planned = internal_form(COMBINE, _on_device, fills=False)
 _unplanned = internal_form(COMBINE, _on_device)  # for rows of the exact length
 _counted = internal_form(COMBINE, _with_counts)
-combine_rows = composed_form(COMBINE, _prepared)
+combine_rows = composed_form(COMBINE, _prepare)
 """Maps ``(arguments, outputs)`` to the results."""
 
 
@@ -432,7 +432,7 @@ def returned(
     """Return all ranks' combined ``rows``, which lie on the experts' ranks as ``segments`` say."""
     results = []
     for rank, record in enumerate(ranks):
-        inverse = assigned(routing, record.topk_idx, None, len(ranks), read=True).inverse
+        inverse = assign(routing, record.topk_idx, None, len(ranks), read=True).inverse
         home = torch.cat(
             [
                 theirs[first : first + count]

@@ -26,10 +26,10 @@ from interlace.ops.experts.grouped import (
     GroupedArguments,
     Routes,
     agree,
-    checked,
+    check,
     checked_tensors,
     expert_operands,
-    started,
+    start_matmul,
     terms_of,
 )
 from interlace.ops.experts.routing import (
@@ -178,7 +178,7 @@ def checked_bound(value: Any, call: GroupedArguments) -> int:
     return bound
 
 
-def _prepared(
+def _prepare(
     communicator: Communicator, record: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
@@ -274,13 +274,13 @@ def _with_counts(
     algorithm: str,
 ) -> PreparedCall:
     """Run with torch; the host reads counts, and ranks exchange them."""
-    call = checked(communicator, _counted(record, splits.tolist()))
+    call = check(communicator, _counted(record, splits.tolist()))
 
     def start() -> Outcome:
         routes, columns = agree(communicator, call)
         chosen = replace(call, algorithm=algorithm)
         rows = routes.received(communicator.rank)
-        event = started(communicator, chosen, routes, columns, output[:rows], None)
+        event = start_matmul(communicator, chosen, routes, columns, output[:rows], None)
         segments.copy_(segments_of(routes))
         return Outcome([output, segments], event)
 
@@ -292,7 +292,7 @@ def segments_of(routes: Routes) -> Tensor:
     return torch.tensor(routes.segment_lines()).view(-1, routes.world_size, 3)
 
 
-def padded(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
+def pad_results(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
     """Return the op's results, from an ``output`` of the exact length."""
     rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
@@ -310,5 +310,5 @@ def handle_of(
 
 _planned = internal_form(EXCHANGE, _on_device, fills=False)
 _by_torch = internal_form(EXCHANGE, _with_counts)
-counted_grouped_matmul = composed_form(EXCHANGE, _prepared)
+counted_grouped_matmul = composed_form(EXCHANGE, _prepare)
 """Maps ``(call,)`` to output and segments, like those of a dispatch."""

@@ -38,13 +38,13 @@ from interlace.ops.experts.routing import (
     RoutingArguments,
     SentTokens,
     agreed,
-    assigned,
+    assign,
     assignment_of,
     check_spread,
     known_segments,
-    measured,
+    measured_for,
     next_power,
-    resolved,
+    resolve_algorithm,
     routing_of,
     senders_of,
     weights_of,
@@ -122,7 +122,7 @@ def row_moves(
     columns = rows.shape[1]
     words = max(1, columns * rows.element_size() // 4)  # for any number of rows
     chosen = choose(communicator.place, torch.bfloat16, FEW_ROWS + 1, words, words)
-    tuned = measured(communicator, op, rows.dtype, slots, columns, "fused")
+    tuned = measured_for(communicator, op, rows.dtype, slots, columns, "fused")
     return bounds, tuned.over(chosen)
 
 
@@ -211,7 +211,7 @@ class Dispatch:
         layout, most = Layout(communicator.world_size), int(sizes.sum(0).max())
         offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
 
-        def there(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
+        def rows_at(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
             """Return the rows of ``source`` in the workspace of ``peer``."""
             width = parts[part][0].shape[1]
             begin = offsets[part] + int(begins[source, peer]) * width
@@ -224,7 +224,7 @@ class Dispatch:
                 rows = slice(int(firsts[rank, peer]), int(firsts[rank, peer] + sizes[rank, peer]))
                 for number, (record, index, _) in enumerate(parts):
                     if rows.start < rows.stop:
-                        to = there(workspace, peer, rank, number)
+                        to = rows_at(workspace, peer, rank, number)
                         gather = partial(torch.index_select, record, 0, index[rows], out=to)
                         copying.call(gather, f"rows to rank {peer}")
                 if peer != rank:
@@ -235,7 +235,7 @@ class Dispatch:
                 else:
                     compute.wait(workspace, source, source)
                 for number, (_, _, to) in enumerate(parts):
-                    arrived, begin = there(workspace, rank, source, number), 0
+                    arrived, begin = rows_at(workspace, rank, source, number), 0
                     for line in lines:
                         first, count, _ = line[source]
                         if count:
@@ -320,7 +320,7 @@ def exchanged_rows(
     return made
 
 
-def _prepared(
+def _prepare(
     communicator: Communicator, record: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
@@ -345,7 +345,7 @@ def _prepared(
     checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
     assignment = assignment_of(communicator, routing, record.topk_idx, x.shape[0])
     weights = weights_of(communicator, record.topk_weights, assignment.topk_idx)
-    algorithm = resolved(communicator, routing.algorithm)
+    algorithm = resolve_algorithm(communicator, routing.algorithm)
     if not x.shape[1]:
         algorithm = "unfused"
     idx, x = assignment.topk_idx, x.contiguous()
@@ -416,7 +416,7 @@ def _with_counts(
         op, way = Dispatch(communicator, x, scales, result), algorithm if most else "unfused"
         rows = int(counts.sum(1).max())
         if routing.algorithm == "auto" and communicator.place.nodes is None and x.shape[1]:
-            way = measured(communicator, DISPATCH, x.dtype, rows, x.shape[1]).algorithm or way
+            way = measured_for(communicator, DISPATCH, x.dtype, rows, x.shape[1]).algorithm or way
         name_algorithm(way)
         if way == "fused":
             moves = row_moves(communicator, DISPATCH, x, most, rows, routing)
@@ -430,7 +430,7 @@ def _with_counts(
 
 _planned = internal_form(DISPATCH, _on_device, fills=False)
 _counted = internal_form(DISPATCH, _with_counts)
-dispatch_rows = composed_form(DISPATCH, _prepared)
+dispatch_rows = composed_form(DISPATCH, _prepare)
 """Maps ``(arguments, outputs)`` to the list of :func:`results`."""
 
 
@@ -456,7 +456,7 @@ def arguments_of(
     return DispatchArguments(data, scales, topk_idx, topk_weights, *routing), terms
 
 
-def named(
+def name_results(
     tensors: Sequence[Tensor], record: DispatchArguments, group: Any, x: Any
 ) -> tuple[Received, DispatchHandle]:
     """Return the list of :func:`results` by name, low-latency rows by expert; and the handle.
@@ -535,15 +535,15 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     segments = wait(segments)
     of_rows, of_weights = grads[0], grads[-2] if ctx.weighted else None
 
-    def combined(rows: Tensor, return_rows: bool) -> list[Tensor]:
+    def combine(rows: Tensor, return_rows: bool) -> list[Tensor]:
         about = segments, idx, None, return_rows, *ctx.routing, ctx.size, ctx.name
         return list(_ops.combine(rows, *about))
 
     found = {}
     if of_rows is not None:
-        found["input"] = wait(combined(of_rows, False)[0])
+        found["input"] = wait(combine(of_rows, False)[0])
     if of_weights is not None:
-        home = wait(combined(of_weights.view(-1, 1), True)[1]).view(-1)
+        home = wait(combine(of_weights.view(-1, 1), True)[1]).view(-1)
         inverse = ctx.routing.inverse(idx)
         found["topk_weights"] = torch.where(inverse < 0, 0.0, home[inverse.clamp(min=0)])
     return found
@@ -577,7 +577,7 @@ def reference(ranks: Sequence[DispatchArguments], size: int) -> list[list[Tensor
     by_rank.alike(DISPATCH, "x", by_rank.inputs(ranks), but=0)
     check_spread(routing, size)
     chosen = [
-        assigned(routing, each.topk_idx, each.input.shape[0], size, read=True) for each in ranks
+        assign(routing, each.topk_idx, each.input.shape[0], size, read=True) for each in ranks
     ]
     counts = torch.stack([each.counts for each in chosen])
     sent, results_of = list(map(_by_expert_of_all, ranks, chosen)), []

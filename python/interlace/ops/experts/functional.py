@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
-from interlace.ops.experts.dispatch import arguments_of, named
+from interlace.ops.experts.dispatch import arguments_of, name_results
 from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import (
     ROUTED,
@@ -66,7 +66,7 @@ def dispatch(
         refuse("dispatch", group, tag, error)
     check("dispatch", group, tag, x=record.input, topk_idx=topk_idx, topk_weights=topk_weights)
     with terms:
-        return named(run_record("dispatch", group, tag, record), record, group, x)
+        return name_results(run_record("dispatch", group, tag, record), record, group, x)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -206,7 +206,7 @@ def all_gather_grouped_matmul(
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
     record = GroupedArguments(input, weight, bias, *about)
-    return _grouped("all_gather_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
+    return _run_grouped("all_gather_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -239,10 +239,10 @@ def all_to_all_grouped_matmul(
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
     record = GroupedArguments(input, weight, bias, *about)
-    return _grouped("all_to_all_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
+    return _run_grouped("all_to_all_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
 
 
-def _grouped(op: str, group: FunctionalGroup, tag: str, record: GroupedArguments) -> Any:
+def _run_grouped(op: str, group: FunctionalGroup, tag: str, record: GroupedArguments) -> Any:
     asked, input = record.return_received, record.input
     blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     check(op, group, tag, input=record.input, weight=record.weight, bias=record.bias)

@@ -198,14 +198,14 @@ def grouped_matmul(
     received: Tensor | None = None,
 ) -> PreparedCall:
     """Prepare either op. ``output`` and ``received`` get the results, if the caller has allocated them."""
-    call = checked(communicator, record)
+    call = check(communicator, record)
 
     def start() -> Outcome:
         routes, columns = agree(communicator, call)
         product, rows = output, received
         if product is None:
             product, rows = results_of(call, routes.received(communicator.rank))
-        event = started(communicator, call, routes, columns, product, rows)
+        event = start_matmul(communicator, call, routes, columns, product, rows)
         if output is not None:
             return Outcome(None, event)
         if record.recorded:
@@ -225,7 +225,7 @@ def results_of(record: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | No
     return output, new(rows, record.input.shape[1]) if record.return_received else None
 
 
-def started(
+def start_matmul(
     communicator: Communicator,
     call: GroupedArguments,
     routes: Routes,
@@ -247,7 +247,7 @@ def started(
         if not empty:
             about = rows, columns, inner, routes.world_size
             problem = tuning.Problem(call.op, input.dtype, *about, **tuning.tuned_as(format))
-            tuned = tuning.measured(communicator, problem).algorithm
+            tuned = tuning.measured_choice(communicator, problem).algorithm
         algorithm = choose_algorithm(place, wide, rows, moved, empty=empty, tuned=tuned)
         if place.nodes is not None:
             algorithm = "unfused"
@@ -299,7 +299,7 @@ def checked_tensors(communicator: Communicator, record: GroupedArguments) -> Gro
     return GroupedArguments(**{**vars(record), **operands, "activation": name})
 
 
-def checked(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
+def check(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
     return with_splits(checked_tensors(communicator, record), communicator.world_size)
 
 
@@ -379,11 +379,11 @@ def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, i
     routes = Routes(rank, tuple(sent for sent, *_ in answers), tuple(blocks))
     for receiver, (_, expected, _) in enumerate(answers):
         if expected is not None:
-            _expected(op, routes, receiver, expected)
+            _check_splits(op, routes, receiver, expected)
     return routes, max(columns for *_, columns in answers)
 
 
-def _expected(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -> None:
+def _check_splits(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -> None:
     """Compare a rank's ``output_splits`` with the rows that the ranks have for it."""
     for number, segment in enumerate(s for each in routes.segments(receiver) for s in each):
         if expected[number] != segment.rows:
@@ -638,13 +638,13 @@ class RowSplits(NamedTuple):
 
     def by_source(self, rows: Tensor) -> Tensor:
         """Reorder rows from (expert, source) to (source, expert)."""
-        return _transposed(torch.split(rows, self.received), self.sources)
+        return _transpose(torch.split(rows, self.received), self.sources)
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Reorder rows from (source, expert) to (expert, source)."""
         sources = range(self.sources)
         lengths = [each for source in sources for each in self.received[source :: len(sources)]]
-        return _transposed(torch.split(rows, lengths), self.experts)
+        return _transpose(torch.split(rows, lengths), self.experts)
 
 
 def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
@@ -652,7 +652,7 @@ def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
     return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
-def _transposed(parts: Sequence[Tensor], columns: int) -> Tensor:
+def _transpose(parts: Sequence[Tensor], columns: int) -> Tensor:
     """Concatenate ``parts`` of a table of ``columns`` columns, column by column."""
     return torch.cat([part for column in range(columns) for part in parts[column::columns]])
 

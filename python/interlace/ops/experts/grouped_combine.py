@@ -238,7 +238,7 @@ class GroupedMatmulCombine:
         return communicator.compute.record()
 
 
-def _prepared(
+def _prepare(
     communicator: Communicator, record: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Check the arguments on this rank; return the function that runs the op, its tensors and options.
@@ -246,7 +246,7 @@ def _prepared(
     ``outputs``: from :func:`interlace.ops.experts.combine.results_of`; without them the result is the
     sums.
     """
-    call = checked(communicator, record)
+    call = check(communicator, record)
     if isinstance(record, GroupedCombineArguments):
         splits = checked_splits(communicator, call, record.splits)
         return _by_host, (outputs,), (call, splits, "", not record.home_splits)
@@ -263,7 +263,7 @@ def _prepared(
     return _planned, tensors, (routing, call.terms(), call.out_dtype, call.format)
 
 
-def checked(communicator: Communicator, record: _Arguments) -> CheckedCombine:
+def check(communicator: Communicator, record: _Arguments) -> CheckedCombine:
     """Return the arguments except splits, if they fit together on this rank."""
     factors = checked_operands(communicator, record)
     routing = _routing_of(record, factors["weight"].shape[0], communicator.world_size)
@@ -345,11 +345,11 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
         about = most, columns, inner, communicator.world_size
         format = tuning.tuned_as(OPERAND_FORMATS.get(call.format))
         problem = tuning.Problem(OP, call.input.dtype, *about, **format)
-        tuned = tuning.measured(communicator, problem).algorithm
+        tuned = tuning.measured_choice(communicator, problem).algorithm
     return choose_algorithm(place, wide, most, 0, empty=empty, tuned=tuned)
 
 
-def _configured(
+def _configure(
     communicator: Communicator, call: CheckedCombine, rows: int
 ) -> tuple[Configuration, int]:
     """Return configuration and programs, equal on all ranks, for at most ``rows`` per segment."""
@@ -403,7 +403,7 @@ def _on_host(
             key = ("segments of experts", rank, tuple(map(tuple, counts.tolist())))
             lines = routes.segments(rank).view(-1, 3)
             segments = communicator.table(key, lines.tolist, passing=True)
-            chosen, resident = _configured(communicator, call, int(counts.max()))
+            chosen, resident = _configure(communicator, call, int(counts.max()))
             tiles = (counts + chosen.block_m - 1) // chosen.block_m
             most_tiles = int(tiles.view(ranks, ranks, -1).sum((0, 2)).max())
             most_tiles *= formulas.ceil_div(call.weight.shape[2], chosen.block_n)
@@ -440,7 +440,7 @@ def _on_device(
         most, segment_count = tokens * inverse.shape[1], segments.shape[0] * segments.shape[1]
         op = _op(communicator, call, inverse, outputs)
         name_algorithm("fused")
-        chosen, resident = _configured(communicator, call, max(1, most // routing.num_experts))
+        chosen, resident = _configure(communicator, call, max(1, most // routing.num_experts))
         rows = routing.bound(inverse.shape[1], communicator.world_size)
         tiles = rows // chosen.block_m + segment_count  # one of each segment may not be full
         tiles *= formulas.ceil_div(weight.shape[2], chosen.block_n)
@@ -453,7 +453,7 @@ def _on_device(
 
 _planned = internal_form(OP, _on_device, fills=False)
 _by_host = internal_form(OP, _on_host)
-grouped_matmul_combine = composed_form(OP, _prepared)
+grouped_matmul_combine = composed_form(OP, _prepare)
 """Maps ``(arguments, outputs)`` to the results, for the arguments of either op."""
 
 

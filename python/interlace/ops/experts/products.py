@@ -42,7 +42,7 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
     x, experts = received.x, received.segments.shape[0]
     for name, value in (("received.x", x), ("weight", weight)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {checks.described(value)}")
+            raise TypeError(f"{name} must be a tensor, got {checks.describe(value)}")
     if weight.dim() != 3 or (experts, x.shape[-1]) != tuple(weight.shape[:2]):
         raise ValueError(
             f"weight must have shape ({experts}, {x.shape[-1]}, n) for these rows, got "

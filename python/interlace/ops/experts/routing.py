@@ -77,13 +77,13 @@ class Assignment:
         return self.experts // self.world_size
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
         return by_expert(self.topk_idx.reshape(-1), self.experts)
 
     @cached_property
     def position(self) -> Tensor:
         """``[T, k]``: the position among the rows for its expert, -1 for a slot without a row."""
-        key, _, position = self._sorted
+        key, _, position = self._sort
         valid = key < self.experts
         if self.capacity:
             valid = valid & (position < self.capacity)
@@ -92,19 +92,19 @@ class Assignment:
     @cached_property
     def counts(self) -> Tensor:
         """Rows of each expert of the group."""
-        key, valid = self._sorted[0], (self.position.view(-1) >= 0).to(torch.int64)
+        key, valid = self._sort[0], (self.position.view(-1) >= 0).to(torch.int64)
         return valid.new_zeros(self.experts + 1).scatter_add_(0, key, valid)[: self.experts]
 
     @cached_property
     def inverse(self) -> Tensor:
         """``[T, k]``: the home row of a slot, -1 if it has none."""
         begins = torch.nn.functional.pad(self.counts.cumsum(0) - self.counts, (0, 1))
-        row = begins[self._sorted[0]].view(self.topk_idx.shape) + self.position
+        row = begins[self._sort[0]].view(self.topk_idx.shape) + self.position
         return torch.where(self.position < 0, -1, row)
 
     def slots(self, rows: int) -> Tensor:
         """Return ``token * k + slot`` of the ``rows`` home rows, in their order."""
-        order = self._sorted[1]
+        order = self._sort[1]
         return order[self.position.view(-1)[order] >= 0] if self.capacity else order[:rows]
 
     # -- for the kernels -------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def routing_of(
     return Routing(num_experts, bound or 0, most or 0, low_latency, algorithm)
 
 
-def resolved(communicator: Communicator, algorithm: str) -> str:
+def resolve_algorithm(communicator: Communicator, algorithm: str) -> str:
     """Return the algorithm, the same on all ranks, before a rank knows anything about the others."""
     place = communicator.place
     checks.one_node(algorithm, communicator)
@@ -382,7 +382,7 @@ def on_device(
     communicator: Communicator, algorithm: str, weight: Tensor, dtype: torch.dtype
 ) -> str:
     """Return the algorithm of products with counts on the device; "auto" avoids waits of the host."""
-    algorithm = resolved(communicator, algorithm)
+    algorithm = resolve_algorithm(communicator, algorithm)
     fits = {weight.dtype, dtype} <= set(FUSED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
     return algorithm if fits else "unfused"
 
@@ -400,7 +400,7 @@ def least_of_all(communicator: Communicator, op: str, name: str, number: int) ->
     return communicator.numbers[key]
 
 
-def measured(
+def measured_for(
     communicator: Communicator,
     op: str,
     dtype: torch.dtype,
@@ -412,7 +412,7 @@ def measured(
     if not rows * columns:
         return tuning.UNMEASURED
     problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
-    return tuning.measured(communicator, problem, algorithm)
+    return tuning.measured_choice(communicator, problem, algorithm)
 
 
 def senders_of(communicator: Communicator, op: str) -> int:
@@ -472,7 +472,7 @@ def assignment_of(
     world_size, read = communicator.world_size, communicator.place.interpreted
     check_spread(routing, world_size)
     idx = checks.tensor("topk_idx", topk_idx, communicator)
-    return assigned(routing, idx, tokens, world_size, read=read)
+    return assign(routing, idx, tokens, world_size, read=read)
 
 
 def check_spread(routing: Routing, world_size: int) -> None:
@@ -482,7 +482,7 @@ def check_spread(routing: Routing, world_size: int) -> None:
         )
 
 
-def assigned(
+def assign(
     routing: Routing, idx: Tensor, tokens: int | None, world_size: int, *, read: bool
 ) -> Assignment:
     """Return an assignment, see :func:`assignment_of`; ``read``: whether to read and check the experts."""

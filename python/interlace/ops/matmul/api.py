@@ -35,13 +35,13 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import longest, padded, wait
+from interlace.ops.op.op import longest, pad, wait
 from interlace.ops.op.recording import Ops, run_recorded
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.context import comparing
 from interlace.runtime.core.work import Work
-from interlace.runtime.numerics.norms import activate, unrounded
+from interlace.runtime.numerics.norms import activate, unrounded_norm
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
@@ -367,7 +367,7 @@ def _recorded_gather(
 
     def results(record: gather.AllGatherMatmulArguments, result: Any) -> Any:
         outputs, lengths = result or (None, None)
-        weights, biases = gather.listed(record.weights, record.biases)
+        weights, biases = gather.as_lists(record.weights, record.biases)
         return dataclasses.replace(record, weights=weights, biases=biases, lengths=lengths), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
@@ -404,16 +404,16 @@ def _recorded_reduction(
     op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
 
     def results(record: ReductionArguments, result: Any) -> Any:
-        outputs = norms.listed(result) if record.kind and result else [result]
+        outputs = norms.list_results(result) if record.kind and result else [result]
         name = checks.one_of("reduce_op", record.reduce_op, checks.REDUCE_OPS)
         length = own_part(record, communicator)
         return dataclasses.replace(record, reduce_op=name, length=length), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
         if plain.kind:
-            return norms.paired(outputs, plain.quantize)
+            return norms.pair_results(outputs, plain.quantize)
         total = activate(outputs[0], name)
-        return _normed(communicator, given, total) if given.kind else total
+        return _norm_by_torch(communicator, given, total) if given.kind else total
 
     def run(record: ReductionArguments, async_op: bool) -> Any:
         return norms.FORMS[record.op](communicator, in_format(record), async_op=async_op)
@@ -427,16 +427,16 @@ def _recorded_reduction(
 
 def in_format(record: Any) -> Any:
     """Return the record for the kernels: with packed rows, if it has a format."""
-    return block_scaled.quantized(record) if record.format else record
+    return block_scaled.quantize_record(record) if record.format else record
 
 
-def _normed(communicator: Communicator, record: ReductionArguments, total: Tensor) -> Any:
+def _norm_by_torch(communicator: Communicator, record: ReductionArguments, total: Tensor) -> Any:
     """Norm, with torch, a reduction to which an activation was applied."""
     total = total if record.residual is None else total + record.residual
-    normed = unrounded(total, norms.norm_of(record)).to(total.dtype)
+    normed = unrounded_norm(total, norms.norm_of(record)).to(total.dtype)
     if record.gather_normed:
         dim = checks.index("scatter_dim", record.scatter_dim, total.dim())
         length, size = record.input.shape[dim], communicator.world_size
-        part = padded(normed, dim, longest(length, size))
+        part = pad(normed, dim, longest(length, size))
         normed = wait(_ops.all_gather(part, dim, size, communicator)).narrow(dim, 0, length)
     return normed, total

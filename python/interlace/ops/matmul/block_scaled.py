@@ -44,7 +44,7 @@ from interlace.ops.matmul.formats import (
     packed_rows,
     quantize,
     unpacked_rows,
-    unswizzled,
+    unswizzle,
 )
 from interlace.ops.op.calls import refuse
 from interlace.ops.op.op import (
@@ -81,7 +81,7 @@ def with_format(op: Op) -> Op:
     quantises = not set(op.kinds) & set(OF_EXPERTS)
 
     def packed_record(record: Any) -> Any:
-        return quantized(record) if quantises else record
+        return quantize_record(record) if quantises else record
 
     def start(communicator: Communicator, record: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
@@ -219,7 +219,7 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
             f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
             f"them: {wanted} for values of shape {tuple(values.shape)}; got shape {tuple(scales.shape)}"
         )
-    plain = unswizzled(scales.reshape(-1), rows, blocks).view(*leading, blocks)
+    plain = unswizzle(scales.reshape(-1), rows, blocks).view(*leading, blocks)
     return plain if inner == -1 else plain.mT
 
 
@@ -299,8 +299,8 @@ def run_packed(
     input. Raises ValueError or TypeError on all ranks if an operand is wrong.
     """
     with communicator.accepting(op):
-        packed_call = packed(record, check_scales=True)
-        packed_call = packed_call if learns(packed_call) else quantized(packed_call)
+        packed_call = pack(record, check_scales=True)
+        packed_call = packed_call if learns(packed_call) else quantize_record(packed_call)
     with comparing(("k", record.input.shape[-1])):
         result = run(communicator.on(packed_call.input), packed_call, async_op=async_op)
     return with_gathered(record.input, result, async_op=async_op) if gathers else result
@@ -325,7 +325,7 @@ def _factors(record: Any) -> tuple[str, bool, list[Any]]:
     return name, several, [record.input, *(weights if several else [weights])]
 
 
-def packed(record: Any, *, check_scales: bool) -> Any:
+def pack(record: Any, *, check_scales: bool) -> Any:
     """Return a record of an op with the packed rows of its block-scaled operands, and their format.
 
     If a format is requested and all operands are floats, they stay, as the op quantises them.
@@ -339,7 +339,7 @@ def packed(record: Any, *, check_scales: bool) -> Any:
         )
     by_expert = any(hasattr(record, each) for each in OF_EXPERTS)
     if record.format:
-        operands = _formatted(record, operands)
+        operands = _operands_in(record, operands)
         if not are_scaled(*operands):
             return record
         if isinstance(record.input, torch.Tensor):
@@ -366,7 +366,7 @@ def packed(record: Any, *, check_scales: bool) -> Any:
     return dataclasses.replace(record, **values)
 
 
-def _formatted(record: Any, operands: list[Any]) -> list[Any]:
+def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
     """Return the operands of a call with ``format``: if some are block-scaled, quantise the others."""
     kind = format_named(record.format)
     if getattr(record, "return_gathered", False):
@@ -417,7 +417,7 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
 
 
 @torch.no_grad()
-def quantized(record: Any) -> Any:
+def quantize_record(record: Any) -> Any:
     """Return a record with packed rows instead of float factors."""
     name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
@@ -447,7 +447,7 @@ def packed_by_functional(
     """
     if not are_formatted(record):
         return op, record, contextlib.nullcontext()
-    known = not traced()
+    known = not is_traced()
     learning = getattr(record, "topk_weights", None)
     try:
         if torch.is_grad_enabled() and learning is not None and learning.requires_grad:
@@ -455,14 +455,14 @@ def packed_by_functional(
                 f"functional.{op} of block-scaled operands has no gradient for topk_weights; call "
                 f"interlace.{op}, which has one"
             )
-        packed_call = packed(record, check_scales=known)
+        packed_call = pack(record, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
     terms = comparing(("k", record.input.shape[-1])) if known else contextlib.nullcontext()
     return f"block_scaled_{op}", packed_call, terms
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Return whether the call is part of a graph, or under a mode."""
     return torch.compiler.is_compiling() or bool(modes_active())
 
@@ -474,7 +474,7 @@ def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, contextlib.AbstractCont
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
             f"along dimension {tokens.inner}"
         )
-    if traced():
+    if is_traced():
         return packed_rows(tokens), contextlib.nullcontext()
     _check_scales("x", tokens)
     return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))

@@ -242,10 +242,10 @@ class Scaled:
         shapes = [each if self.inner == -1 else (*leading, *each[:-3:-1]) for each in shapes]
         if tuple(scales.shape) in shapes:
             return scales
-        flat = (_swizzled(rows, blocks),)
+        flat = (_swizzled_size(rows, blocks),)
         as_matrix = _blocks(rows, 128) * 32, _blocks(blocks, 4) * 16
         if kind.scale.itemsize == 1 and not leading and scales.shape in (flat, as_matrix):
-            plain = unswizzled(scales, rows, blocks)
+            plain = unswizzle(scales, rows, blocks)
             return plain if self.inner == -1 else plain.t()
         wanted = " or ".join(map(str, shapes))
         if kind.scale.itemsize == 1 and not leading:
@@ -544,7 +544,7 @@ def pairs(numbers: Tensor) -> Tensor:
     return (bits[..., ::2] | bits[..., 1::2] << 4).view(FP4)
 
 
-def unpaired(values: Tensor) -> Tensor:
+def unpair(values: Tensor) -> Tensor:
     """Return the numbers of packed e2m1 as float32: ``[..., k / 2]`` to ``[..., k]``."""
     both = values.view(torch.uint8)
     bits = torch.stack([both & 15, both >> 4], -1).flatten(-2).long()
@@ -552,7 +552,7 @@ def unpaired(values: Tensor) -> Tensor:
     return torch.cat([sizes, -sizes])[bits]
 
 
-def _swizzled(rows: int, blocks: int) -> int:
+def _swizzled_size(rows: int, blocks: int) -> int:
     """Return the number of scales in the swizzled layout of ``rows x blocks``, with its padding."""
     return (
         _blocks(rows, SWIZZLE_ROWS)
@@ -576,7 +576,7 @@ def swizzled(scales: Tensor) -> Tensor:
     return tiles.reshape(-1).view(scales.dtype)
 
 
-def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
+def unswizzle(scales: Tensor, rows: int, blocks: int) -> Tensor:
     """Return the inverse of :func:`swizzled`: ``[rows, blocks]``."""
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
     tiles = scales.contiguous().view(torch.uint8).view(bands, groups, 32, 4, 4)
@@ -687,4 +687,4 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
 
 def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
     """Return the numbers for these bytes in float32, without their scales."""
-    return unpaired(values) if kind.packed > 1 else values.view(kind.values).float()
+    return unpair(values) if kind.packed > 1 else values.view(kind.values).float()

@@ -28,8 +28,8 @@ from interlace.arguments.words import (
 from interlace.groups.specs import bound
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import NormedScaled, Scaled
-from interlace.ops.matmul.gather import OP, AllGatherMatmulArguments, listed
-from interlace.ops.matmul.norms import paired, take_norm
+from interlace.ops.matmul.gather import OP, AllGatherMatmulArguments, as_lists
+from interlace.ops.matmul.norms import pair_results, take_norm
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -110,7 +110,7 @@ def gather(
     for each in biases:
         if each is not None:
             check(op, group, tag, bias=each)
-    record.weights, record.biases = listed(weights, biases)
+    record.weights, record.biases = as_lists(weights, biases)
     saved = save_gathered and not record.format and keeps(False, weights)
     record.return_gathered = asked or saved
     with terms:
@@ -129,7 +129,7 @@ def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any)
         found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
-    if not block_scaled.traced():
+    if not block_scaled.is_traced():
         block_scaled.agree_on_scales(bound(group, tag), op, found)
     return found
 
@@ -315,7 +315,7 @@ def reduce(
         check(op, group, tag, None, input=record.input, residual=record.residual, **of_norm)
     with terms:
         made = run_record(op, group, tag, record)
-    return paired(made, record.quantize) if record.kind else made
+    return pair_results(made, record.quantize) if record.kind else made
 
 
 def all_gather_scaled_matmul(

@@ -38,7 +38,7 @@ from interlace.ops.op.op import (
     fused_by,
     names_of_tensors,
     own_rows,
-    padded,
+    pad,
     rows,
     spread,
     start_form,
@@ -78,7 +78,7 @@ class AllGatherMatmulArguments:
     format: str = ""
 
 
-def prepared(
+def prepare(
     communicator: Communicator, record: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Check the call on this rank. ``buffers`` for results: one per weight, one for the gathered input."""
@@ -96,7 +96,7 @@ def prepared(
         )
 
     def start() -> Outcome:
-        lengths, columns = _agreed(
+        lengths, columns = _agree(
             communicator, operands, dim, record.return_gathered, record.format
         )
         if buffers is not None and min(lengths) != max(lengths):
@@ -148,12 +148,12 @@ def prepared(
 
 TENSORS = names_of_tensors(AllGatherMatmulArguments)
 gather_matmul = record_form(
-    OP, AllGatherMatmulArguments, TENSORS, prepared,
+    OP, AllGatherMatmulArguments, TENSORS, prepare,
     weights="weight", biases="bias", recorded="", lengths="", format="",
 )  # fmt: skip
 
 
-def _agreed(
+def _agree(
     communicator: Communicator,
     operands: checks.Operands,
     dim: int,
@@ -328,7 +328,7 @@ def start_gradients(
     if any(ctx.weighed) and not ctx.with_gathered:
         part, along = kept, dim
         if ctx.format:
-            equal = kept if lengths is None else padded(kept, dim % kept.dim(), max(lengths))
+            equal = kept if lengths is None else pad(kept, dim % kept.dim(), max(lengths))
             part, along = packed_parts(rows(equal, dim), 1, ctx.format), 0
         gathered = start("all_gather", part, along, size, name)
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
@@ -362,7 +362,7 @@ def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([*weights], 1)
 
 
-def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
+def as_lists(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
     """Return the weights and biases for the op: all biases or none; a missing one becomes zeros."""
     several = not isinstance(weights, Tensor)
     weights = list(weights) if several else [weights]
@@ -380,7 +380,7 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
     checks.algorithm_and_dtype(first.input, first)
     columns = [[weight.shape[0] for weight in each.weights] for each in ranks]
     checks.equal_on_all(op, "rows of weight", columns)
-    whole = by_rank.gathered(op, by_rank.inputs(ranks), first.gather_dim, size)
+    whole = by_rank.gather_all(op, by_rank.inputs(ranks), first.gather_dim, size)
     dim = first.gather_dim % whole.dim()
     along_k = dim == whole.dim() - 1
     if along_k and first.algorithm not in ("auto", "unfused"):

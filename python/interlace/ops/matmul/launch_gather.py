@@ -299,7 +299,7 @@ def all_gather_matmul_pipelined(
             if source == rank:
                 mine = workspace.data(rank, first * row_bytes, (count, inner), dtype)
                 copying.copy(mine, input[first : first + count], f"stage rows from {first} on")
-                for peer in plain.others(communicator):
+                for peer in plain.other_ranks(communicator):
                     copying.publish(workspace, peer, slot)
 
     def body(workspace: Workspace) -> None:

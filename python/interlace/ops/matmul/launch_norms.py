@@ -288,7 +288,7 @@ class RowReduction:
         def sum_up(workspace: Workspace) -> None:
             operands.sum_staged(communicator, workspace, linear, first * row_bytes)
 
-        staged = [plain.Staged(0, self.input, plain.others(communicator))]
+        staged = [plain.Staged(0, self.input, plain.other_ranks(communicator))]
         event = plain.pull(communicator, self.op, self.input.nbytes, staged, then=sum_up)
         return event if whole is None else gather(communicator, whole, segments, event)
 

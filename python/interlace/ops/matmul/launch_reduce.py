@@ -289,7 +289,7 @@ def matmul_reduce_scatter_unfused(
             lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
             "matmul",
         )
-        for peer in plain.others(communicator):
+        for peer in plain.other_ranks(communicator):
             stream.publish(workspace, peer, rank)
         first, _ = segments[rank]
         operands.sum_staged(communicator, workspace, linear, first * columns * dtype.itemsize)

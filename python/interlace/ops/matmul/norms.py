@@ -59,7 +59,7 @@ from interlace.ops.op.op import (
     fused_by,
     longest,
     own_rows,
-    padded,
+    pad,
     requiring,
     start_form,
     wait,
@@ -180,7 +180,7 @@ class CheckedNorm:
             rows = (self._lengths if self.gathers else self.own), self.own, self._dim
             outputs = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
             matrices = [each.matrix for each in outputs]
-            result = paired([each.view for each in outputs], self.quantize)
+            result = pair_results([each.view for each in outputs], self.quantize)
         normed, total, *scales = matrices
         scale = scales[0] if scales else None
         if not self.gathers:
@@ -192,7 +192,7 @@ class CheckedNorm:
         return NormedRows(total, tail, WholeRows(normed, scale, None), result)
 
 
-def paired(results: Sequence[Tensor], quantize: str | None) -> Any:
+def pair_results(results: Sequence[Tensor], quantize: str | None) -> Any:
     """Return a call's result from the op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``.
 
     In a block-scaled format ``normed`` are packed rows, which become a :class:`Scaled`.
@@ -203,8 +203,8 @@ def paired(results: Sequence[Tensor], quantize: str | None) -> Any:
     return ((normed, *scales) if scales else normed), total
 
 
-def listed(results: Any) -> list[Tensor]:
-    """Return the op's results from the result of :func:`paired`."""
+def list_results(results: Any) -> list[Tensor]:
+    """Return the op's results from the result of :func:`pair_results`."""
     normed, total = results
     if isinstance(normed, Scaled):
         return [packed_rows(normed), total]
@@ -396,10 +396,10 @@ class _CheckedRows:
         problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
         algorithm = self.algorithm
         if self.free:
-            found = tuning.measured(self.communicator, problem).algorithm
+            found = tuning.measured_choice(self.communicator, problem).algorithm
             if found and (found != "low_latency" or self._in_words()):
                 algorithm = found
-        return algorithm, tuning.measured(self.communicator, problem, algorithm)
+        return algorithm, tuning.measured_choice(self.communicator, problem, algorithm)
 
     def _parts(self) -> list[tuple[int, int]]:
         parts: list[tuple[int, int]] = split_rows(
@@ -438,7 +438,7 @@ class _CheckedRows:
         return Outcome(rows.result, event)
 
 
-def prepared(
+def prepare(
     communicator: Communicator, record: ReductionArguments, buffers: Buffers
 ) -> PreparedCall:
     """Check any reduction: with a norm, or of a product without a norm."""
@@ -446,7 +446,7 @@ def prepared(
     if record.weight is None:
         start = _CheckedRows(communicator, record).start
     elif not record.kind:
-        return reduce.prepared(communicator, record, buffers)
+        return reduce.prepare(communicator, record, buffers)
     else:
         request = NormedReduce(communicator, record)
         start = request.summed_normed if request.dim is None else request.scattered_normed
@@ -454,7 +454,7 @@ def prepared(
 
 
 EAGER = (SCATTER, ALL_REDUCE, ALL_REDUCE_NORM, SCATTER_NORM)
-FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared, format="") for op in EAGER}
+FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepare, format="") for op in EAGER}
 
 # -- as ops of torch -------------------------------------------------------------------------------
 
@@ -474,7 +474,7 @@ def results(record: ReductionArguments, size: Any) -> list[Output]:
         dim = shapes.dimension("scatter_dim", record.scatter_dim, input.dim())
         if dim == len(lengths):
             raise ValueError(f"scatter_dim {dim} is the last dimension, but norm needs whole rows")
-        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", record.length)
+        part = shapes.own_length(lengths[dim], size, f"dimension {dim} of input", record.length)
         own_lengths = [part if i == dim else n for i, n in enumerate(lengths)]
     normed = lengths if record.gather_normed else own_lengths
     return _outputs(input, (normed, own_lengths, dim), columns, dtype, record.quantize)
@@ -574,7 +574,7 @@ def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
     """Return the sum of all ranks' gradients for this rank's rows."""
     dim, length = ctx.arguments.scatter_dim % grad.dim(), ctx.arguments.length
     if length is not None:
-        grad = padded(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
+        grad = pad(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
     part = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
     return part if length is None else part.narrow(dim, 0, length)
 
@@ -601,7 +601,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         partials = [each if each.dtype is torch.float64 else each.float() for each in whole]
     else:
         partials = partial_products(ranks)
-    total = by_rank.reduced("all_reduce", partials, first.reduce_op)
+    total = by_rank.reduce_all("all_reduce", partials, first.reduce_op)
     dim, results_of = first.scatter_dim, []
     for rank, record in enumerate(ranks):
         outputs = [each.view for each in results(record, size)]

@@ -120,10 +120,10 @@ def scattered_product(
     """
     lengths = list(input.shape[:-1])
     if dim == input.dim() - 1:
-        part = shapes.divided(columns, size, "the columns of weight", length)
+        part = shapes.own_length(columns, size, "the columns of weight", length)
         matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
         return dense_output(matrix, matrix.T.view(*lengths, part))
-    part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", length)
+    part = shapes.own_length(lengths[dim], size, f"dimension {dim} of input", length)
     off_dim = [n for i, n in enumerate(lengths) if i != dim]
     matrix = input.new_empty([part * math.prod(off_dim), columns], dtype=dtype)
     return dense_output(matrix, matrix.view(part, *off_dim, columns).movedim(0, dim))

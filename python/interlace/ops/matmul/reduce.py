@@ -42,7 +42,7 @@ from interlace.ops.op.op import (
     fused_by,
     longest,
     names_of_tensors,
-    padded,
+    pad,
     requiring,
     rows,
     start_form,
@@ -102,7 +102,7 @@ class ReductionArguments:
 TENSORS = names_of_tensors(ReductionArguments)
 
 
-def prepared(
+def prepare(
     communicator: Communicator, record: ReductionArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Check either op. ``buffers``: a matrix for the result's rows, or its columns transposed."""
@@ -112,7 +112,7 @@ def prepared(
 
 
 FORMS = {
-    op: record_form(op, ReductionArguments, TENSORS, prepared, format="")
+    op: record_form(op, ReductionArguments, TENSORS, prepare, format="")
     for op in (SCATTER, ALL_REDUCE)
 }
 
@@ -364,7 +364,7 @@ def equal_part(part: Tensor, whole: Sequence[int], record: Any, size: int) -> Te
     if record.length is None:
         return part
     dim = record.scatter_dim % len(whole)
-    return padded(part, dim, longest(whole[dim], size))
+    return pad(part, dim, longest(whole[dim], size))
 
 
 def factor_gradients(
@@ -395,7 +395,7 @@ def factor_gradients(
     if columns:
         algorithm = "auto"  # not all algorithms can gather the contracted dimension
         if record.length is not None:
-            factor = padded(factor, 0, size * longest(length, size))
+            factor = pad(factor, 0, size * longest(length, size))
     whole, products = start_gathers(ctx, grad, factor, dim, algorithm)
     if shared:
         of_input, *gathered = products
@@ -408,7 +408,7 @@ def factor_gradients(
         if not record.format:
             whole = rows(whole.narrow(dim, 0, length), dim)
         elif record.length is not None:
-            left = padded(input, dim, size * longest(length, size))
+            left = pad(input, dim, size * longest(length, size))
         of_weight = product_of_rows(rows(left, dim), whole, record.format)
         found["weight"] = of_weight.to(weight.dtype)
     return found
@@ -452,7 +452,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     checks.same_dtype("weight", weights[0].dtype, "input", first.input.dtype)
     checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
     checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
-    total = by_rank.reduced(op, partial_products(ranks), first.reduce_op)
+    total = by_rank.reduce_all(op, partial_products(ranks), first.reduce_op)
     for rank, (output, each) in enumerate(zip(products, ranks, strict=True)):
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias

@@ -73,7 +73,7 @@ def _product_error(
     return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
 
 
-def _activated(
+def _activation_bound(
     error: torch.Tensor, value: torch.Tensor, name: str, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the error bound of an activation of ``value``, itself off by ``error``, and its value."""
@@ -100,7 +100,7 @@ def matmul(
         error = error + unit * (value.abs() + error)
         if activation and roundings > 1:
             error = rounded(error, value, out_dtype)
-    error, value = _activated(error, value, activation, unit)
+    error, value = _activation_bound(error, value, activation, unit)
     return value, rounded(error, value, out_dtype)
 
 
@@ -138,7 +138,7 @@ def matmul_all_reduce(
     if bias is not None:
         value = value + bias.double()
         error = error + unit * (value.abs() + error)
-    error, value = _activated(error, value, activation, unit)
+    error, value = _activation_bound(error, value, activation, unit)
     return value, rounded(error, value, out_dtype)
 
 

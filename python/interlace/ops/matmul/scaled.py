@@ -110,7 +110,7 @@ def scaled_mm(
     return product if bias is None else product + bias
 
 
-def repeated(
+def repeat_scales(
     input: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the scales. If one is by row or column and the other single, the single one is repeated."""
@@ -129,7 +129,7 @@ def multiply(
     return scaled_mm(
         input.contiguous(),
         weight,
-        *repeated(input, weight, input_scale, weight_scale),
+        *repeat_scales(input, weight, input_scale, weight_scale),
         bias=bias,
         out_dtype=record.out_dtype or torch.bfloat16,
         use_fast_accum=record.use_fast_accum,
@@ -181,7 +181,7 @@ def _wants_kernel(
     return not empty and (algorithm == "fused" or (algorithm == "auto" and chosen == "fused"))
 
 
-def _agreed(
+def _agree(
     communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
 ) -> tuple[bool, list[Any]]:
     """Return whether all kernels can, and the parts. Raise for unequal terms or an impossible "fused"."""
@@ -260,7 +260,7 @@ def start_gather(communicator: Communicator, record: AllGatherScaledMatmulArgume
             ("algorithm", record.algorithm),
             ("use_fast_accum", record.use_fast_accum),
         )
-        can, widths = _agreed(communicator, GATHER, record.algorithm, terms, columns, reason)
+        can, widths = _agree(communicator, GATHER, record.algorithm, terms, columns, reason)
         if kernel and can:
             event = gather_fused(
                 communicator,
@@ -297,7 +297,7 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
         collective_algorithms.gather_made(communicator, part.reshape(-1), list(parts))
 
 
-def scattered(record: ScaledMatmulReduceScatterArguments, size: int) -> Output:
+def scattered_output(record: ScaledMatmulReduceScatterArguments, size: int) -> Output:
     """Make ``[.., n / size, .., columns]``."""
     dtype, dim = record.out_dtype or torch.bfloat16, record.scatter_dim
     unscaled = reduce.ReductionArguments(
@@ -330,7 +330,7 @@ def start_reduce(communicator: Communicator, record: ScaledMatmulReduceScatterAr
         average = _is_average(record)
         _check(found)
         rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
-        result = scattered(record, communicator.world_size)
+        result = scattered_output(record, communicator.world_size)
         columns = weight.shape[1]
         kernel = _wants_kernel(communicator, record.algorithm, rows, inner, columns)
     if kernel:
@@ -347,7 +347,7 @@ def start_reduce(communicator: Communicator, record: ScaledMatmulReduceScatterAr
         reason = why_not(communicator, inner, [weight], result.view.dtype)
 
         def agree() -> Outcome:
-            can, inners = _agreed(communicator, SCATTER, record.algorithm, terms, inner, reason)
+            can, inners = _agree(communicator, SCATTER, record.algorithm, terms, inner, reason)
             return Outcome(max(inners) if can else 0, None)
 
         output = result.view if result.view.is_contiguous() else shapes.like(result.view)
@@ -472,10 +472,10 @@ def gather_reference(
         products_of = operands(record)
         products = gathered_products(record, size)
         *outputs, gathered = products
-        gathered.view.copy_(by_rank.gathered(op, by_rank.inputs(ranks), dim, size))
+        gathered.view.copy_(by_rank.gather_all(op, by_rank.inputs(ranks), dim, size))
         scale = record.input_scale
         if is_by_row(record.input, scale):
-            scale = rows_of(by_rank.gathered(op, scales, dim, size), dim)
+            scale = rows_of(by_rank.gather_all(op, scales, dim, size), dim)
         for each, output in zip(products_of, outputs, strict=True):
             each = each._replace(input=gathered.matrix, input_scale=scale)
             output.matrix.copy_(multiply(each, record))
@@ -487,7 +487,7 @@ def reduce_reference(
     ranks: Sequence[ScaledMatmulReduceScatterArguments], size: int
 ) -> list[list[Tensor]]:
     partials = [product(each, rank) for rank, each in enumerate(ranks)]
-    return by_rank.scattered(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)
+    return by_rank.scatter_all(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)
 
 
 def _fp8(setting: Setting, rows: int, columns: int) -> Tensor:
@@ -533,7 +533,7 @@ OPS = (
         SCATTER,
         ScaledMatmulReduceScatterArguments,
         start_reduce,
-        lambda given, size: shapes.like(scattered(given, size).view),
+        lambda given, size: shapes.like(scattered_output(given, size).view),
         _NO_GRADIENT,
         communicates={},
         reference=reduce_reference,

@@ -29,7 +29,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from interlace.ops.matmul import block_scaled, gather, reduce
 from interlace.ops.matmul.formats import OPERAND_FORMATS, Scaled, multiply_packed
-from interlace.ops.matmul.scaled import repeated, scaled_mm
+from interlace.ops.matmul.scaled import repeat_scales, scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, Started, finish, register as register_work
 from interlace.runtime.core.communicator import Communicator
@@ -75,7 +75,7 @@ def fused_all_gather_matmul(
     communicator = _ranks(group_name, A)
     last = gather_dim % A.dim() == A.dim() - 1
     if not Bs or A.dtype not in checks.FLOAT_DTYPES:
-        whole, dim = _gathered(communicator, A, gather_dim), 0 if last else gather_dim
+        whole, dim = _gather(communicator, A, gather_dim), 0 if last else gather_dim
         rows = whole.movedim(dim, 0)  # with the strides of torch's op: ``dim`` is outermost
         return whole if return_A else None, [torch.matmul(rows, B).movedim(0, dim) for B in Bs]
     call = gather.AllGatherMatmulArguments(A, Bs, [], gather_dim, return_A)
@@ -86,7 +86,7 @@ def fused_all_gather_matmul(
     return whole_or_none, products
 
 
-def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
+def _gather(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
     """Gather along ``dim``, which is outermost in memory, unless it is the last dimension."""
     if dim % tensor.dim() == tensor.dim() - 1:
         return _now(ALL_GATHER.begin(communicator, (tensor, dim)))
@@ -101,12 +101,12 @@ def fused_matmul_reduce_scatter(
         checks.warn_without_gradients("torch.ops.symm_mem.fused_matmul_reduce_scatter")
     communicator = _ranks(group_name, A)
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
-        return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
+        return _scatter(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
     call = reduce.ReductionArguments(A, B, reduce_op=reduce_op, scatter_dim=scatter_dim)
     return _now(reduce.start(communicator, call)).contiguous()
 
 
-def _scattered(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:
+def _scatter(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:
     return _now(REDUCE_SCATTER.begin(communicator, (tensor.contiguous(), reduce_op, dim)))
 
 
@@ -152,10 +152,10 @@ def fused_all_gather_scaled_matmul(
                 "Invalid scale shape for fp8 all-gather "
                 f"(shard shape: {A.shape}, scale shape: {A_scale.shape})"
             )
-    whole = _gathered(communicator, A, dim)
+    whole = _gather(communicator, A, dim)
     scale = A_scale
     if sharded:
-        scale = _gathered(communicator, A_scale, dim)
+        scale = _gather(communicator, A_scale, dim)
     if sharded or replicated:
         scale = scale.movedim(dim, 0).flatten(0, -2)
     rows = whole.movedim(dim, 0)
@@ -164,7 +164,7 @@ def fused_all_gather_scaled_matmul(
     for B, B_scale, bias, result_scale, out_dtype, fast in options:
         left = rows.flatten(0, -2)
         product: Any = scaled_mm(
-            left, B, *repeated(left, B, scale, B_scale), bias=bias, scale_result=result_scale,
+            left, B, *repeat_scales(left, B, scale, B_scale), bias=bias, scale_result=result_scale,
             out_dtype=out_dtype, use_fast_accum=fast,
         )  # fmt: skip
         products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
@@ -212,7 +212,7 @@ def _gather_blocks(
         call = gather.AllGatherMatmulArguments(
             operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
         )
-        call = block_scaled.packed(call, check_scales=True)
+        call = block_scaled.pack(call, check_scales=True)
     with comparing(("k", operands[0].shape[-1])):
         *products, rows = finish(gather.start(communicator, call))
     gathered, _ = block_scaled.with_gathered(operands[0], (rows, None))
@@ -258,17 +258,17 @@ def fused_scaled_matmul_reduce_scatter(
         else:
             left = A.flatten(0, -2).contiguous()
             product = scaled_mm(
-                left, B, *repeated(left, B, scale, B_scale), bias=bias,
+                left, B, *repeat_scales(left, B, scale, B_scale), bias=bias,
                 scale_result=result_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
             )  # fmt: skip
         lengths = A.shape[:-1] if output_shape is None else output_shape[:-1]
         whole = product.view(*lengths, B.shape[1])
-    return _scattered(communicator, whole, reduce_op, orig_scatter_dim)
+    return _scatter(communicator, whole, reduce_op, orig_scatter_dim)
 
 
 def _product_of_blocks(left: Scaled, right: Scaled, bias: Tensor | None) -> Tensor:
     call = reduce.ReductionArguments(left, right)
-    call = block_scaled.packed(call, check_scales=True)
+    call = block_scaled.pack(call, check_scales=True)
     rows, kind = call.input.flatten(0, -2), OPERAND_FORMATS[call.format]
     product = multiply_packed(rows, call.weight, kind)
     return product if bias is None else product + bias

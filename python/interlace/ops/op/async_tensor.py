@@ -104,7 +104,7 @@ class AsyncTensor(torch.Tensor):
         if self._of_graph and self.requires_grad:
             # its gradient goes to code that was compiled for an AsyncTensor
             self._of_graph = False
-            self.register_hook(completed)  # type: ignore[no-untyped-call]
+            self.register_hook(complete)  # type: ignore[no-untyped-call]
         return self._inner
 
     @property
@@ -128,14 +128,14 @@ class AsyncTensor(torch.Tensor):
         plain = [
             each._complete()
             if (kind := type(each)) is AsyncTensor
-            else (each if kind in _AS_THEY_ARE else _opened(each))
+            else (each if kind in _AS_THEY_ARE else _open(each))
             for each in args
         ]
         if kwargs:
-            kwargs = {key: _opened(value) for key, value in kwargs.items()}
+            kwargs = {key: _open(value) for key, value in kwargs.items()}
             if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
                 # AOTAutograd makes tangents contiguous, and expects the same type as before
-                return completed(func(*plain, **kwargs))
+                return complete(func(*plain, **kwargs))
             return func(*plain, **kwargs)
         return func(*plain)
 
@@ -158,13 +158,13 @@ class AsyncTensor(torch.Tensor):
         return tensor
 
     def __coerce_tangent_metadata__(self) -> "AsyncTensor":
-        return completed(self._complete())
+        return complete(self._complete())
 
     def __coerce_same_metadata_as_tangent__(
         self, expected_metadata: Any, expected_type: type | None = None
     ) -> torch.Tensor | None:
         plain = self._complete()
-        return plain if expected_type is torch.Tensor else completed(plain)
+        return plain if expected_type is torch.Tensor else complete(plain)
 
     # -- methods of Tensor that do not use the dispatcher ------------------------------------------
 
@@ -202,7 +202,7 @@ def _operator(name: str, tensors: str = "") -> Any:
 
     def operator(self: AsyncTensor, other: Any) -> Any:
         if not (torch.compiler.is_compiling() or modes_active()):
-            _opened([self, other])
+            _open([self, other])
         if tensors and isinstance(other, torch.Tensor):
             return of_left(other, self)
         return plain(self, other)
@@ -220,16 +220,16 @@ for _name in (
     setattr(AsyncTensor, f"__r{_name}__", _operator(f"__r{_name}__", f"__{_name}__"))
 
 
-def _opened(value: Any) -> Any:
+def _open(value: Any) -> Any:
     """Return ``value`` with the plain tensor for every AsyncTensor in it."""
     if type(value) is AsyncTensor:
         return value._complete()
     if isinstance(value, (list, tuple)):
-        return type(value)([_opened(each) for each in value])
+        return type(value)([_open(each) for each in value])
     return value
 
 
-def completed(tensor: torch.Tensor) -> AsyncTensor:
+def complete(tensor: torch.Tensor) -> AsyncTensor:
     """Return ``tensor``, which nothing writes any more, as an AsyncTensor."""
     if isinstance(tensor, AsyncTensor):
         tensor = tensor._complete()
@@ -259,7 +259,7 @@ def _take_plain_tangents() -> None:
     def process(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
         plain = type(tangent) is torch.Tensor
         if plain and getattr(expected, "original_subclass_type", None) is AsyncTensor:
-            tangent = completed(tangent)
+            tangent = complete(tangent)
         return stock(tangent, expected, *about, **more)
 
     if stock is not None:  # a torch without this function reports its limit itself
@@ -326,7 +326,7 @@ _PEEKED = frozenset(  # these do not read a tensor's values
 )  # fmt: skip
 
 
-def wrapped(inner: torch.Tensor) -> torch.Tensor:
+def wrap(inner: torch.Tensor) -> torch.Tensor:
     """Return ``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
     if transforms_active():  # they allow no subclass of their tensors
         return _wait_tensor(inner)  # type: ignore[no-any-return]

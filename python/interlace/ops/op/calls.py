@@ -11,9 +11,9 @@ import torch
 from interlace.arguments import checks, words
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
-from interlace.ops.op.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op.async_tensor import AsyncTensor, wrap
 from interlace.ops.op.op import Op, Started, tensors
-from interlace.ops.op.recording import call, call_out, seen
+from interlace.ops.op.recording import call, call_out, is_seen
 from interlace.runtime.compat.torch_modes import above_autograd, allow_in_graph, modes_active
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
@@ -29,8 +29,8 @@ def _traceable(name: str) -> Callable[..., Any]:
             return out
         result = call(name, *args)
         if isinstance(result, torch.Tensor):
-            return wrapped(result)
-        return [wrapped(each) for each in result]
+            return wrap(result)
+        return [wrap(each) for each in result]
 
     start.__name__ = start.__qualname__ = name
     return allow_in_graph(start)
@@ -96,7 +96,7 @@ def _has_modes() -> bool:
 
 def direct(operands: Sequence[torch.Tensor]) -> bool:
     """Return whether only the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if seen(operands) or AsyncTensor in map(type, operands):
+    if is_seen(operands) or AsyncTensor in map(type, operands):
         return False
     return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
 
@@ -154,7 +154,7 @@ def check(
     known = not torch.compiler.is_compiling() and not _has_modes()
     for name, value in record.items():
         if not isinstance(value, torch.Tensor):
-            text = f"{name} must be a tensor, got {checks.described(value)}"
+            text = f"{name} must be a tensor, got {checks.describe(value)}"
             refuse(op, group, tag, TypeError(text))
         # in a backward, Dynamo cannot read the layout
         if known and value.layout is not torch.strided:

@@ -237,7 +237,7 @@ def rows(tensor: Tensor, dim: int) -> Tensor:
     return tensor.movedim(dim, 0).flatten(0, -2)
 
 
-def padded(tensor: Tensor, dim: int, length: Any) -> Tensor:
+def pad(tensor: Tensor, dim: int, length: Any) -> Tensor:
     """Return ``tensor`` with zeros at the end, up to ``length`` along ``dim``."""
     behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
     return torch.nn.functional.pad(tensor, behind)
@@ -251,7 +251,7 @@ def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
         return tensor
     dim %= tensor.dim()
     parts = torch.split(tensor, lengths, dim)
-    return torch.cat([padded(part, dim, max(lengths)) for part in parts], dim)
+    return torch.cat([pad(part, dim, max(lengths)) for part in parts], dim)
 
 
 def longest(length: Any, size: int) -> Any:

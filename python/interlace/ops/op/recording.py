@@ -75,13 +75,13 @@ def call(name: str, *args: Any) -> Any:
     _check_types(op, values, size, group)
     given = op.record(values)
     with needing(op.needs(vars(given))):
-        if seen(op.tensors_of(given)):
+        if is_seen(op.tensors_of(given)):
             return _through(name, name, args)
         if foreign_modes():
             with without_modes():
                 return call(name, *args)
         communicator = _bound(group, size)
-        given = _prepared(op, communicator, given)
+        given = _prepare(op, communicator, given)
         with torch.no_grad():
             started = op.start(communicator, given)
         try:
@@ -103,7 +103,7 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     """Call ``torch.ops.interlace.<name>_out(*args, out=out)``, without recording a gradient."""
     *values, size, group = args
     _check_types(OPS[name], values, size, group)
-    if seen(tensors([*values, out])):
+    if is_seen(tensors([*values, out])):
         _through(name, f"{name}_out", args, out=out)
         return
     plain = tree_map_only(torch.Tensor, wait, values)
@@ -138,7 +138,7 @@ def _bound(group: Communicator | str, size: int) -> Communicator:
 def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
     """Raise on all ranks, before anything runs, for an argument that does not fit the schema."""
     for (name, kind), value in zip(op.kinds.items(), values, strict=True):
-        words, fits = _accepted(kind)
+        words, fits = _accepted_values(kind)
         if not fits(value):
             error = TypeError(f"{name} must be {words}, got {type(value).__name__}")
             if not (torch.compiler.is_compiling() or modes_active()):
@@ -147,13 +147,13 @@ def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
 
 
 @functools.cache
-def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
+def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
     """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
-        words, fits = _accepted(kind[:-1])
+        words, fits = _accepted_values(kind[:-1])
         return f"{words} or None", lambda value: value is None or fits(value)
     if kind.endswith("[]"):
-        words, fits = _accepted(kind[:-2])
+        words, fits = _accepted_values(kind[:-2])
         return (
             f"a list, each {words}",
             lambda value: isinstance(value, (list, tuple)) and all(map(fits, value)),
@@ -162,14 +162,14 @@ def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
     return words, lambda value: isinstance(value, types)
 
 
-def seen(operands: Sequence[torch.Tensor]) -> bool:
+def is_seen(operands: Sequence[torch.Tensor]) -> bool:
     """Return whether a tracer, a mode, a transform or a subclass looks at a call with these tensors."""
     if torch.compiler.is_compiling() or above_autograd():
         return True
-    if modes_active() and not (only_watched() and _simulated()):
+    if modes_active() and not (only_watched() and _simulated_rank()):
         return True
     if transforms_active():
-        if rank := _simulated():
+        if rank := _simulated_rank():
             raise NotImplementedError(
                 f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is "
                 f"not supported; use autograd, outside of the transform"
@@ -182,9 +182,9 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
     return bool(operands) and all([each.is_meta for each in operands])
 
 
-def _simulated() -> Communicator | None:
+def _simulated_rank() -> Communicator | None:
     """Return the rank that runs here if this thread simulates several: they cannot wait in C++ frames."""
-    rank = groups.joined()
+    rank = groups.joined_group()
     return rank if rank and rank.place.simulated and rank.world_size > 1 else None
 
 
@@ -206,7 +206,7 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 # -- one node of autograd ----------------------------------------------------------------------------
 
 
-def _prepared(op: Op, communicator: Communicator, record: Any) -> Any:
+def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
@@ -295,7 +295,7 @@ def run_recorded(
     async_op: bool,
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
-    look: Callable[[Sequence[torch.Tensor]], bool] = seen,
+    look: Callable[[Sequence[torch.Tensor]], bool] = is_seen,
     differs: bool = False,
 ) -> Any:
     """Make an eager call, record it, and return ``finish`` of its results, or a Work for that.
@@ -322,7 +322,7 @@ def run_recorded(
                 op, communicator, given, run, finish, async_op,
                 results=results, look=look, differs=differs,
             )  # fmt: skip
-    given = _prepared(op, communicator, given)
+    given = _prepare(op, communicator, given)
 
     def then(result: Any) -> Any:
         return finish(record(op, communicator, *results(given, result)), result)
@@ -378,13 +378,13 @@ class ContinuedWork(Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """Return the complete result. Raise the op's error."""
-        return self._results[0] if self._results else self._finished(self._work.wait(timeout))
+        return self._results[0] if self._results else self._finish(self._work.wait(timeout))
 
-    def _finished(self, result: Any) -> Any:
+    def _finish(self, result: Any) -> Any:
         if not self._results:
             with torch.set_grad_enabled(self._recording):
                 self._results.append(self._then(result))
         return self._results[0]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future().then(lambda done: self._finished(done.value()))
+        return self._work.get_future().then(lambda done: self._finish(done.value()))

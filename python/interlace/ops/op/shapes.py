@@ -22,7 +22,7 @@ def like(input: torch.Tensor, *_: Any) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+def gathered_tensor(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Make ``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
     *_, dim, size = rest
     dim = dimension("gather_dim", dim, input.dim())
@@ -31,17 +31,17 @@ def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return input.new_empty([n * size if i == dim else n for i, n in enumerate(input.shape)])
 
 
-def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+def scattered_tensor(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Make ``[.., n / size, ..]``. Raise ValueError unless ``size`` divides ``n``."""
     *_, dim, size = rest
     if not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
     dim = dimension("scatter_dim", dim, input.dim())
-    part = divided(input.shape[dim], size, f"dimension {dim} of input")
+    part = own_length(input.shape[dim], size, f"dimension {dim} of input")
     return input.new_empty([part if i == dim else n for i, n in enumerate(input.shape)])
 
 
-def divided(length: Any, size: int, name: str, part: Any = None) -> Any:
+def own_length(length: Any, size: int, name: str, part: Any = None) -> Any:
     """Return ``part``, this rank's part of ``length``; if it is None, an equal part."""
     if part is not None:
         return part
@@ -52,7 +52,7 @@ def divided(length: Any, size: int, name: str, part: Any = None) -> Any:
     return length // size
 
 
-def exchanged(
+def exchanged_tensor(
     input: torch.Tensor,
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
@@ -66,7 +66,7 @@ def exchanged(
         ("input_split_sizes", input_split_sizes),
     ):
         if sizes is None:
-            divided(input.shape[0], size, f"dimension 0 of input, without {name},")
+            own_length(input.shape[0], size, f"dimension 0 of input, without {name},")
         elif isinstance(size, int) and len(sizes) != size:
             raise ValueError(f"{name} must have one entry per rank, {size}, got {len(sizes)}")
     rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)

@@ -70,7 +70,7 @@ _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
 def in_rank(function: Callable[[], Result]) -> Result:
     """Call ``function`` where the calling rank may communicate, also from a hook in its backward."""
     channel = _channel()
-    return function() if channel is None else _asked(channel, function)
+    return function() if channel is None else _ask_rank(channel, function)
 
 
 def install() -> None:
@@ -90,11 +90,11 @@ class _InRank(DispatchMode):
     """A mode in an engine's thread: the rank dispatches the engine's ops, below autograd."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def dispatched() -> Any:
+        def dispatch() -> Any:
             with _C._AutoDispatchBelowADInplaceOrView():
                 return func(*args, **(kwargs or {}))
 
-        return in_rank(dispatched)
+        return in_rank(dispatch)
 
 
 def _outcome(call: Callable[[], Any]) -> _Answer:
@@ -112,7 +112,7 @@ def _channel() -> _EngineRequests | None:
 
 def _run(*args: Any, **kwargs: Any) -> Any:
     """Replace torch's ``_engine_run_backward``."""
-    rank = groups.joined()
+    rank = groups.joined_group()
     if rank is None or not rank.place.simulated or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)
     channel, recording = _EngineRequests(), torch.is_grad_enabled()
@@ -186,10 +186,10 @@ def _current_graph() -> int:
 
 
 def _asked_alike(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
-    """Call :func:`_asked` with the grad mode and the number of the engine's backward."""
+    """Call :func:`_ask_rank` with the grad mode and the number of the engine's backward."""
     recording, graph = torch.is_grad_enabled(), _graph_here()
 
-    def asked() -> Any:
+    def ask() -> Any:
         token = _graph.set(graph)
         try:
             with torch.set_grad_enabled(recording):
@@ -197,10 +197,10 @@ def _asked_alike(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
         finally:
             _graph.reset(token)
 
-    return _asked(channel, asked)
+    return _ask_rank(channel, ask)
 
 
-def _asked(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
+def _ask_rank(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
     if channel.ended is not None:
         raise channel.ended
     channel.asked.put(call)

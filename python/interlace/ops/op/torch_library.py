@@ -198,7 +198,7 @@ def _register_lowering(op: Op) -> None:
         _register(lowering, function, _out_of_place(lowering, function))
         return
     itself = getattr(_ops, f"{op.name}_").default
-    _register(lowering, function, _cloned(lowering, _in_place(itself)))
+    _register(lowering, function, _on_copy(lowering, _in_place(itself)))
     _register(lowering, itself, _in_place(itself))
 
 
@@ -246,7 +246,7 @@ def _in_place(op: Any) -> Any:
     return lower
 
 
-def _cloned(lowering: Any, in_place: Any) -> Any:
+def _on_copy(lowering: Any, in_place: Any) -> Any:
     """Return a lowering on a copy; Inductor drops the copy if the input is not needed any more."""
     from torch._inductor.virtualized import V
 

@@ -15,7 +15,7 @@ import torch
 
 from interlace.kernels.signal import HEADER_WORDS
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.core.launch import KernelLaunch, specialised
+from interlace.runtime.core.launch import KernelLaunch, specialise
 from interlace.runtime.core.memory import WORD, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
@@ -124,7 +124,7 @@ class AbsentGroup:
         return meta(1)
 
 
-def launched(
+def launches_of(
     op: Callable[..., object], *values: Any, group: AbsentGroup | None = None, **named: Any
 ) -> list[KernelLaunch]:
     group = group or AbsentGroup()
@@ -135,6 +135,6 @@ def launched(
 def entry(launch: KernelLaunch, variant: str, arch: int, **more: Any) -> Entry:
     """The compilation that ``launch`` needs on ``arch``; ``more`` are fields of the entry."""
     function = launch.kernel.fn.__module__, launch.name, "", arch
-    values = specialised(launch.kernel, launch.arguments)
+    values = specialise(launch.kernel, launch.arguments)
     more |= {"variant": variant, "max_registers": launch.options.get("maxnreg", 0)}
     return Entry(*function, *values, launch.num_warps, launch.num_stages, **more)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from interlace.runtime.compiler.lint.sass import (
     STRICT_ARCHES as STRICT_ARCHES,
-    spilled,
+    find_spills,
     too_much_shared,
 )
 from interlace.runtime.compiler.pool import compile_all
@@ -39,7 +39,7 @@ class BuildReport(Measurement):
         found = [str(fault) for fault in self.faults]
         found += [fault.short() for fault in too_much_shared(self.arch, self.shared)]
         if self.default:
-            found += [fault.short() for fault in spilled(self.arch, self.stack, self.spills)]
+            found += [fault.short() for fault in find_spills(self.arch, self.stack, self.spills)]
         return found
 
 

@@ -70,7 +70,7 @@ from interlace.tools.catalogue.absent_group import (
     AbsentGroup,
     KernelOptions,
     entry,
-    launched,
+    launches_of,
     meta,
 )
 from interlace.tools.catalogue.catalogue_attention import attention
@@ -129,7 +129,7 @@ def collective(
         else:
             plain.all_reduce_kernel(group, part, part, configuration, average=average)
 
-    (launch,) = launched(run)
+    (launch,) = launches_of(run)
     return entry(launch, f"{dtype} average" if average else dtype, arch)
 
 
@@ -146,7 +146,7 @@ def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterat
         by.reduce_scatter(whole, part, lengths)
         by.all_reduce(part, part)
 
-    for launch in launched(run, group=AbsentGroup(multicast=True)):
+    for launch in launches_of(run, group=AbsentGroup(multicast=True)):
         yield entry(launch, dtype, arch)
 
 
@@ -154,7 +154,7 @@ def _by_words(
     arch: int, variant: str, op: Callable[..., object], *values: Any, **named: Any
 ) -> Entry:
     """Return an entry with relaxed polls: they read the data itself, so nothing has to be acquired."""
-    (launch,) = launched(op, *values, **named)
+    (launch,) = launches_of(op, *values, **named)
     return entry(launch, variant, arch, ignore=("weak poll",))
 
 
@@ -196,7 +196,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
         node_moves.reduce_scatter(group, whole, part, lengths, configuration, average=False)
         node_matmul_reduce.matmul_reduce_scatter(group, every, linear, segments, configuration)
 
-    for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
+    for launch in launches_of(run, group=AbsentGroup(NODE_RANKS, put=put)):
         of_launch = entry(launch, put, arch)
         if of_launch.kernel == "move_kernel":
             of_launch = replace(
@@ -207,7 +207,7 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
     return iter(each for each in found.values() if "PUT" in each.constants)
 
 
-def linked(arch: int, folder: str | None = None) -> list[Entry]:
+def linked_entries(arch: int, folder: str | None = None) -> list[Entry]:
     """Return entries between nodes, linked with NVSHMEM's library, or raise PlaceUnavailableError."""
     library = {LIBRARY: device_library(arch, folder)}
     entries = between_nodes(arch, "nvshmem")
@@ -392,7 +392,7 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield all_gather_matmul(
             arch, MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
         )
-        for operands in _scaled():
+        for operands in _scaled_variants():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
     default = gpu_default(arch, torch.uint8, MANY_ROWS)
@@ -406,7 +406,7 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_all_reduce_norm(arch, operands)
 
 
-def _scaled() -> Iterator[MatmulVariant]:
+def _scaled_variants() -> Iterator[MatmulVariant]:
     """Yield fp8 variants: weights are contiguous along K, as torch requires."""
     fp8 = MatmulVariant("fp8e4nv", "nk", scales="tensor", fast_accum=False)
     yield fp8
@@ -431,7 +431,7 @@ def all_gather_matmul(arch: int, operands: MatmulVariant) -> Entry:
     input, linear = operands.tensors(operands.rows)
     rows, group = [operands.rows] * RANKS, AbsentGroup(multicast=operands.multimem)
     op = gather_matmul.all_gather_matmul_fused
-    (launch,) = launched(op, input, [linear], rows, None, configuration, group=group)
+    (launch,) = launches_of(op, input, [linear], rows, None, configuration, group=group)
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
@@ -442,7 +442,7 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
     routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
     call = "all_gather_grouped_matmul", input, linear, routes, None
-    (launch,) = launched(lambda group: GroupedMatmul(group, *call).fused(configuration))
+    (launch,) = launches_of(lambda group: GroupedMatmul(group, *call).fused(configuration))
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
@@ -457,7 +457,7 @@ def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
         op = CountedMatmul(group, input, linear, meta(EXPERTS, RANKS, 3))
         op.fused(meta(5 * sizes.lines + 1), meta(RANKS, 2 + EXPERTS), sizes, configuration)
 
-    (launch,) = launched(run)
+    (launch,) = launches_of(run)
     return _fused_entry(arch, operands, launch)
 
 
@@ -467,9 +467,9 @@ def matmul_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def scatters(arch: int, operands: MatmulVariant) -> list[KernelLaunch]:
-    input, linear, segments = _scattered(operands, RANKS)
+    input, linear, segments = _scatter_operands(operands, RANKS)
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
-    return launched(op, input, linear, segments, configuration)
+    return launches_of(op, input, linear, segments, configuration)
 
 
 def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
@@ -483,7 +483,7 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
     input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
     linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
     call, configuration = (input, linear, [operands.rows] * RANKS), operands.configuration(arch)
-    (launch,) = launched(lambda group: ToHeads(group, *call).fused(configuration))
+    (launch,) = launches_of(lambda group: ToHeads(group, *call).fused(configuration))
     return _fused_entry(arch, operands, launch)
 
 
@@ -493,7 +493,7 @@ def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
     call, configuration = (part, linear, [operands.rows] * RANKS), operands.configuration(arch)
-    (launch,) = launched(lambda group: FromHeads(group, *call).fused(configuration))
+    (launch,) = launches_of(lambda group: FromHeads(group, *call).fused(configuration))
     words = "copiers" if configuration.copiers else ""
     return replace(_fused_entry(arch, operands, launch, words), default=True)
 
@@ -501,14 +501,14 @@ def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
     """Return the kernel that multiplies in matmul + reduce-scatter between nodes."""
     configuration = operands.configuration(arch)
-    input, linear, segments = _scattered(operands, NODE_RANKS)
+    input, linear, segments = _scatter_operands(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
     op = node_matmul_reduce.matmul_reduce_scatter
-    _, launch, *_ = launched(op, input, linear, segments, configuration, group=group)
+    _, launch, *_ = launches_of(op, input, linear, segments, configuration, group=group)
     return _fused_entry(arch, operands, launch)
 
 
-def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
+def _scatter_operands(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
     """Return the input of all ranks' rows, the weight with one rank's output, and the segments."""
     input, linear = operands.tensors(ranks * operands.rows)
     linear.output = linear.output[: operands.rows]
@@ -518,7 +518,7 @@ def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
 def matmul_all_reduce(arch: int, operands: MatmulVariant) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows)
-    (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
+    (launch,) = launches_of(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
     return _fused_entry(arch, operands, launch)
 
 
@@ -542,7 +542,7 @@ def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -
             Combine(group, x, home).fused(segments, bounds, configuration)
 
     variant = f"{dtype} weighted" if weighted else dtype
-    return [entry(launch, variant, arch) for launch in launched(run)]
+    return [entry(launch, variant, arch) for launch in launches_of(run)]
 
 
 def _experts(arch: int) -> Iterator[Entry]:
@@ -576,7 +576,7 @@ def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
         op = GroupedMatmulCombine(group, input, linear, home)
         op.fused(meta(operands.experts, RANKS, 3), operands.rows, 128, configuration)
 
-    (launch,) = launched(run)
+    (launch,) = launches_of(run)
     return _fused_entry(arch, operands, launch)
 
 
@@ -600,10 +600,10 @@ def _norms(arch: int) -> Iterator[Entry]:
 
 
 def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
-    input, linear, segments = _scattered(operands, RANKS)
+    input, linear, segments = _scatter_operands(operands, RANKS)
     linear, whole = operands.normed(linear, operands.rows)
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
-    (launch,) = launched(op, input, linear, segments, configuration, whole)
+    (launch,) = launches_of(op, input, linear, segments, configuration, whole)
     return _fused_entry(arch, operands, launch, operands.describe_norm())
 
 
@@ -612,7 +612,7 @@ def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     input, linear = operands.tensors(operands.rows)
     linear, _ = operands.normed(linear, operands.rows)
     configuration = operands.configuration(arch)
-    (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
+    (launch,) = launches_of(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
     return _fused_entry(arch, operands, launch, operands.describe_norm())
 
 
@@ -626,7 +626,7 @@ def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     linear, whole = operands.normed(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
     call = "reduce_scatter_norm", input, linear, segments, operands.configuration(arch), whole
-    (launch,) = launched(normed.reduce_fused, *call)
+    (launch,) = launches_of(normed.reduce_fused, *call)
     return _rows_entry(arch, operands, launch)
 
 
@@ -638,7 +638,7 @@ def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
     def run(group: Any) -> None:
         normed.RowReduction(group, "all_reduce_norm", input, linear, None, None).low_latency()
 
-    (launch,) = launched(run)
+    (launch,) = launches_of(run)
     return _rows_entry(arch, operands, launch, ignore=("weak poll",))
 
 

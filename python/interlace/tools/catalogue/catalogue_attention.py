@@ -31,7 +31,7 @@ from interlace.tools.catalogue.absent_group import (
     AbsentGroup,
     KernelOptions,
     entry,
-    launched,
+    launches_of,
     meta,
 )
 
@@ -92,7 +92,7 @@ def gathered_attention(arch: int, heads: HeadsVariant) -> list[Entry]:
         problem, (output, _, lse, *_) = heads.problem(group)
         key_transport.all_gather_attention_fused(problem, output, lse, heads.tiles(arch))
 
-    return [heads.entry(launch, arch) for launch in launched(run)]
+    return [heads.entry(launch, arch) for launch in launches_of(run)]
 
 
 def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
@@ -109,7 +109,7 @@ def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
         blocks = heads.tiles(arch, backward=True)
         key_transport.attention_backward(problem, "all_gather", result, grads, blocks)
 
-    for launch in launched(run):
+    for launch in launches_of(run):
         copies = launch.arguments.get("COPIES")
         words = ("copiers",) if copies is not None and copies.COPIERS else ()
         operands = heads.entry(launch, arch, *words)
@@ -131,7 +131,7 @@ def heads_kernels(arch: int, heads: HeadsVariant, *, backward: bool = False) -> 
         else:
             blocks.attention_to_all(problem, result.output, result.lse, tiles, gather=False)
 
-    return [heads.entry(launch, arch) for launch in launched(run)]
+    return [heads.entry(launch, arch) for launch in launches_of(run)]
 
 
 def decoding(arch: int) -> Iterator[Entry]:

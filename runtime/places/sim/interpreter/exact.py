@@ -46,7 +46,7 @@ def _number(handle: Handle) -> formats.Array:
     return formats.widen(handle.data, handle.dtype.scalar)
 
 
-def _stored(handle: Handle) -> bool:
+def _is_stored(handle: Handle) -> bool:
     return handle.dtype.scalar.name in formats.STORED_AS_BITS
 
 
@@ -75,7 +75,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         # Infinity and nan are results here, not numpy warnings. Set per operation, because every
         # greenlet has its own context and so its own numpy error state.
         with np.errstate(all="ignore"):
-            if _stored(lhs) or _stored(rhs):
+            if _is_stored(lhs) or _is_stored(rhs):
                 out = op(_number(lhs), _number(rhs))
                 return make(out, tl.int1) if out.dtype == bool else like(out, lhs)
             result = stock_binary(lhs, rhs, op)
@@ -84,7 +84,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
 
     def unary_op(arg: Handle, op: Callable[..., formats.Array]) -> TensorHandle:
         with np.errstate(all="ignore"):
-            return like(op(_number(arg)), arg) if _stored(arg) else stock_unary(arg, op)
+            return like(op(_number(arg)), arg) if _is_stored(arg) else stock_unary(arg, op)
 
     def cast_impl(src: Handle, dst_type: Any) -> TensorHandle:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -92,7 +92,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         with np.errstate(all="ignore"):
             if target.name in formats.STORED_AS_BITS:
                 return make(formats.narrow(_number(src), target), target)
-            if _stored(src):
+            if _is_stored(src):
                 return make(_number(src).astype(triton_interpreter._get_np_dtype(target)), target)
             return stock_cast(src, dst_type)
 
@@ -155,7 +155,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
     def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        if not _stored(val):
+        if not _is_stored(val):
             return stock_rmw(op, ptr, val, mask, sem, scope)
         before = np.zeros(ptr.data.shape, val.data.dtype)
         order = builder.ir_sem_to_interpreter_sem[sem]
@@ -203,7 +203,7 @@ def _tensor(data: object, dtype: object, model: Any) -> Any:
     return tl.tensor(TensorHandle(data, dtype), kind)
 
 
-def _narrowed(tensor: Any, dtype: Any) -> Any:
+def _narrow(tensor: Any, dtype: Any) -> Any:
     with np.errstate(all="ignore"):
         data = tensor.handle.data
         data = data.astype(np.float16) if dtype.name == "fp16" else formats.narrow(data, dtype)
@@ -233,7 +233,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
         id(standard._argmin_combine_tie_break_fast),
     }
 
-    def reduced(self: Any, first: Any) -> list[Any]:
+    def reduce_all(self: Any, first: Any) -> list[Any]:
         data, axis = first.handle.data, self.axis
         axis = axis if axis is None else axis % data.ndim
         lines = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
@@ -257,12 +257,12 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
             first = _tensor(_number(first.handle).astype(np.float32), tl.float32, first)
         with np.errstate(all="ignore"):
             if is_exact and isinstance(self, triton_interpreter.ReduceOps):
-                found = reduced(self, first)
+                found = reduce_all(self, first)
             else:
                 found = stock(self, (first, *tensors[1:]))
                 found = list(found) if isinstance(found, (list, tuple)) else [found]
         # A result that is not fp32 is an index of argmax or argmin.
-        return [_narrowed(f, dtype) if narrowed and f.dtype == tl.float32 else f for f in found]
+        return [_narrow(f, dtype) if narrowed and f.dtype == tl.float32 else f for f in found]
 
     return apply_impl
 

@@ -32,7 +32,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from interlace.runtime.compat.stand_ins import Replacement, replaced
+from interlace.runtime.compat.stand_ins import Replacement, replacing
 from interlace.runtime.compat.triton_interpreter import (
     NO_POLICY,
     Autotuner,
@@ -44,7 +44,7 @@ from interlace.runtime.compat.triton_interpreter import (
     bare,
     ir,
     triton_interpreter,
-    unchecked,
+    unchecked_handle,
 )
 from interlace.runtime.compat.triton_launcher import unknown_options
 from interlace.runtime.core.accesses import (
@@ -93,7 +93,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
             result.dtype = with_origin(result.dtype, origin)
         return result
 
-    def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
+    def merge_pointers(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
         def merge(*handles: Handle) -> TensorHandle:
             result = stock(*handles)
             if result.dtype.is_ptr():
@@ -111,9 +111,9 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
     return [
         (builder, "create_bitcast", create_bitcast),
         (builder, "create_int_to_ptr", create_int_to_ptr),
-        (builder, "create_select", merged(builder.create_select, 1)),
-        (builder, "create_cat", merged(builder.create_cat, 0)),
-        (builder, "create_join", merged(builder.create_join, 0)),
+        (builder, "create_select", merge_pointers(builder.create_select, 1)),
+        (builder, "create_cat", merge_pointers(builder.create_cat, 0)),
+        (builder, "create_join", merge_pointers(builder.create_join, 0)),
     ]
 
 
@@ -195,7 +195,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                 "a kernel is already being interpreted in this thread: ranks of place 'sim' cannot "
                 "start another interlace.run"
             )
-        stack.enter_context(replaced(*_language()))
+        stack.enter_context(replacing(*_language()))
         nothing = SimpleNamespace(restore=lambda: None)
         changes: list[Replacement] = [
             # The language stays patched. Kernels that user code launches meanwhile must not patch and
@@ -208,8 +208,11 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
-            (triton_interpreter, "_implicit_cvt", _converted),
-            *((kind, "run", _launched(hooks)) for kind in (InterpretedFunction, JITFunction)),
+            (triton_interpreter, "_implicit_cvt", _as_int1),
+            *(
+                (kind, "run", _replacement_of_run(hooks))
+                for kind in (InterpretedFunction, JITFunction)
+            ),
             # no configuration is timed, so the first remaining one is used
             (Autotuner, "do_bench", lambda *call, **how: (0.0,) * 3),
         ]
@@ -223,16 +226,16 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             (tl, "multiple_of", functools.partial(_multiple_of, tl.multiple_of)),
             (builder, "create_assume", lambda condition: _check("assume", condition.data, "")),
         ]
-        stack.enter_context(replaced(*exact_arithmetic(), *changes))
+        stack.enter_context(replacing(*exact_arithmetic(), *changes))
         if shortcuts:
-            stack.enter_context(replaced(*arithmetic_shortcuts()))
-        stack.enter_context(replaced(*_hooked(builder, hooks)))
+            stack.enter_context(replacing(*arithmetic_shortcuts()))
+        stack.enter_context(replacing(*_install_hooks(builder, hooks)))
         if shortcuts:
-            stack.enter_context(replaced(*call_shortcuts(builder)))
+            stack.enter_context(replacing(*call_shortcuts(builder)))
         yield builder
 
 
-def _converted(argument: object) -> tl.tensor:
+def _as_int1(argument: object) -> tl.tensor:
     """Return a bool as int1; stock Triton makes it an int32."""
     if isinstance(argument, bool):
         return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
@@ -309,7 +312,7 @@ def _numpy_dtype(dtype: tl.dtype) -> Any:
     return found
 
 
-def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
+def _install_hooks(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
@@ -320,7 +323,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
             element = pointers.get_element_ty()
             kind = _numpy_dtype(element)
             zeros = np.zeros(pointers.data.shape, kind)
-            return unchecked(atomics.load(pointers.data, mask.data, zeros, kind), element)
+            return unchecked_handle(atomics.load(pointers.data, mask.data, zeros, kind), element)
 
         if named["is_volatile"] if named else rest[-1]:
             # PTX: "treated as a relaxed operation with system scope"
@@ -418,7 +421,7 @@ _KINDS = {
 }
 
 
-def _launched(hooks: Hooks) -> Callable[..., None]:
+def _replacement_of_run(hooks: Hooks) -> Callable[..., None]:
     """Return a replacement of ``InterpretedFunction.run``, which runs one program after another."""
 
     def run(kernel: Any, *args: object, grid: Any, warmup: bool, **named: object) -> None:

@@ -55,7 +55,7 @@ from interlace.runtime.compat.triton_interpreter import (
     builder,
     everywhere,
     ir,
-    unchecked,
+    unchecked_handle,
 )
 from interlace.runtime.core.accesses import Numbers
 
@@ -84,14 +84,16 @@ _SHIFTS: dict[str, Method] = {"lshift": np.left_shift, "rshift": np.right_shift}
 _LOGIC: dict[str, Method] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-def _made(model: object, data: object, dtype: object, kind: object, of: object = None) -> tl.tensor:
+def _new_tensor(
+    model: object, data: object, dtype: object, kind: object, of: object = None
+) -> tl.tensor:
     """Return a tensor of ``model``'s shape, without the checks of the constructors.
 
     ``of``: for pointers, the type in the handle, which has their origin (``session.py``).
     """
     tensor = object.__new__(tl.tensor)
     tensor.__dict__.update(model.__dict__)
-    tensor.handle, tensor.dtype, tensor.type = unchecked(data, of or dtype), dtype, kind
+    tensor.handle, tensor.dtype, tensor.type = unchecked_handle(data, of or dtype), dtype, kind
     return tensor
 
 
@@ -110,7 +112,7 @@ def block_of(dtype: tl.dtype, kind: tl.block_type) -> tl.block_type:
     return found
 
 
-def _shaped(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
+def _type_in_shape(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
     """Return the type of elements of ``dtype`` in the shape of ``model``."""
     kind = model.type
     if kind.__class__ is not tl.block_type:
@@ -198,7 +200,7 @@ def _of_integers(
         model, dtype, first, theirs = case
         data = op(theirs, first) if reverse else op(first, theirs)
         dtype = result or dtype
-        return _made(model, data, dtype, _shaped(dtype, model))
+        return _new_tensor(model, data, dtype, _type_in_shape(dtype, model))
 
     return method
 
@@ -213,7 +215,9 @@ def _logic(stock: Method, op: Method) -> Method:
             first, theirs = self.handle.data, other.handle.data
             model = _model(self, other)
             if model is not None and first.dtype == theirs.dtype == bool:
-                return _made(model, op(first, theirs), self.dtype, _shaped(self.dtype, model))
+                return _new_tensor(
+                    model, op(first, theirs), self.dtype, _type_in_shape(self.dtype, model)
+                )
         return stock(self, other)
 
     return method
@@ -248,7 +252,9 @@ def _steps(stock: Method, op: Method, *, down: bool = False) -> Method:
         if down:
             number = np.negative(number)  # in its type, as the front end does
         data = self.handle.data + _width(self) * number.astype(np.uint64)  # wraps around
-        return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
+        return _new_tensor(
+            model, data, self.dtype, _type_in_shape(self.dtype, model), self.handle.dtype
+        )
 
     return method
 
@@ -263,13 +269,17 @@ def _conversion(stock: Method) -> Method:
             numpy_type = _INTEGERS.get(target.name)
             if numpy_type is not None and name in _INTEGERS:
                 data = self.handle.data.astype(numpy_type)
-                return _made(self, data, target, _shaped(target, self))
+                return _new_tensor(self, data, target, _type_in_shape(target, self))
             if target.name == "int64" and self.dtype.__class__ is tl.pointer_type:
-                return _made(self, self.handle.data.view(np.int64), target, _shaped(target, self))
+                return _new_tensor(
+                    self, self.handle.data.view(np.int64), target, _type_in_shape(target, self)
+                )
         of_pointers = target.__class__ is tl.pointer_type and target.address_space == 1
         if of_pointers and self.dtype.name == "int64" and not options and not named:
             handle = builder.create_int_to_ptr(self.handle, target)
-            return _made(self, handle.data, target, _shaped(target, self), handle.dtype)
+            return _new_tensor(
+                self, handle.data, target, _type_in_shape(target, self), handle.dtype
+            )
         return stock(self, dtype, *options, **named)
 
     return method
@@ -289,7 +299,9 @@ def _axis(stock: Method) -> Method:
                 data = data[None, :]
             if data.ndim == 2:
                 model = _of_shape(data.shape)
-                return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
+                return _new_tensor(
+                    model, data, self.dtype, _type_in_shape(self.dtype, model), self.handle.dtype
+                )
         return stock(self, slices)
 
     return method
@@ -407,7 +419,7 @@ def _word(value: Any, pointer: tl.tensor, element: tl.dtype) -> Any:
         value = value.value
     shape = pointer.handle.data.shape
     if value.__class__ is int and within(value):
-        return unchecked(np.full(shape, value, _INTEGERS[element.name]), element)
+        return unchecked_handle(np.full(shape, value, _INTEGERS[element.name]), element)
     if _same_shape(pointer, value) and value.dtype.name == element.name:
         return value.handle
     return None
@@ -469,7 +481,7 @@ def _arange(stock: Method) -> Method:
             block = stock(start, end)
             _ranges[first, last] = block.type
             return block
-        handle = unchecked(np.arange(first, last, dtype=np.int32), tl.int32)
+        handle = unchecked_handle(np.arange(first, last, dtype=np.int32), tl.int32)
         return tl.tensor(handle, kind)
 
     return arange

@@ -81,7 +81,7 @@ class MemoryCheck:
             return mask
         # Sums of 16 bits swap the whole word that contains them, and memory has it whole.
         needed = 1 if atomic and size == WORD else size
-        there = self._there(data, wanted, origin, needed, task.rank)
+        there = self._is_inside(data, wanted, origin, needed, task.rank)
         wrong = (  # in the order in which they are reported
             ("out of bounds", ~there),
             ("read-only", self._kept(data, origin) if writes else np.zeros(data.shape, bool)),
@@ -91,11 +91,13 @@ class MemoryCheck:
         for kind, where in wrong:
             found = where & wanted & ~bad
             if found.any():
-                self._tell(task, self._described(kind, does, pointers, found, size))
+                self._tell(task, self._describe(kind, does, pointers, found, size))
                 bad |= found
         return as_mask(wanted & ~bad) if bad.any() else mask
 
-    def _there(self, data: Any, wanted: object, origin: Origin | None, size: int, rank: int) -> Any:
+    def _is_inside(
+        self, data: Any, wanted: object, origin: Origin | None, size: int, rank: int
+    ) -> Any:
         """Return for each element whether it is in memory that the pointer may reach."""
         if origin is not None:
             allocation = origin.allocation
@@ -124,9 +126,7 @@ class MemoryCheck:
         found = [self._memory.at(address) for address in data.ravel().tolist()]
         return np.array([bool(each and each.read_only) for each in found]).reshape(data.shape)
 
-    def _described(
-        self, kind: str, does: str, pointers: Handle, found: Any, size: int
-    ) -> BadAccess:
+    def _describe(self, kind: str, does: str, pointers: Handle, found: Any, size: int) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
         # Several threads may access the same element: elements of memory are counted.
         address, count = int(pointers.data.ravel()[position]), len(np.unique(pointers.data[found]))

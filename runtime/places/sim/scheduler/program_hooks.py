@@ -98,7 +98,7 @@ class ProgramHooks:
         elif pointers.data.size > SMALL_READ:
             task.seen.clear()
         elif task.loads > SPINNING:
-            result = self._polled(pointers, mask, result, partial(perform, mask))
+            result = self._suspend_poll(pointers, mask, result, partial(perform, mask))
         elif task.seen:
             task.seen.append(_read(pointers, mask, result))
         self.observer.on_load(task, pointers, mask)
@@ -139,11 +139,11 @@ class ProgramHooks:
                 self.observer.on_atomic(task, atomic, atomic.value)
                 return atomic.value
         result = perform()
-        if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
-            result = self._polled(pointers, atomic.mask, result, perform)
+        if atomic.reads_only or (atomic.compare is None and _is_unchanged(atomic, result)):
+            result = self._suspend_poll(pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not _any(result.data == atomic.compare.data):
             # A compare-and-swap that did not swap has only read.
-            result = self._polled(pointers, atomic.mask, result, perform, atomic.compare)
+            result = self._suspend_poll(pointers, atomic.mask, result, perform, atomic.compare)
         else:
             self.progress()
         self.observer.on_atomic(task, atomic, result)
@@ -280,7 +280,7 @@ class ProgramHooks:
             self.long_step = True
             self.strategy.tires()
 
-    def _polled(
+    def _suspend_poll(
         self, pointers: Handle, mask: Mask, result: Handle, perform: Perform, tries: Any = None
     ) -> Any:
         """Suspend the program if it is in a loop that has read the same values twice in a row.
@@ -347,7 +347,7 @@ class ProgramHooks:
                 address, value = pieces[-1][0], pieces.pop()[1] + value
             pieces.append((address, value))
 
-        def changed() -> bool:
+        def has_changed() -> bool:
             return any(ctypes.string_at(at, len(value)) != value for at, value in pieces)
 
         task.polls = True
@@ -357,16 +357,16 @@ class ProgramHooks:
         elif len(cells) == 1:
             seen = int.from_bytes(pieces[0][1], "little", signed=True)
         values = [int.from_bytes(value, "little", signed=True) for _, value in cells]
-        self.block(changed, lambda: polling(task, seen, words, self.memory, values))
+        self.block(has_changed, lambda: polling(task, seen, words, self.memory, values))
         task.polls = False
-        return changed()
+        return has_changed()
 
 
 def _any(these: Any) -> bool:
     return bool(np.count_nonzero(these))  # faster than any() for a few elements
 
 
-def _unchanged(atomic: Atomic, before: Any) -> bool:
+def _is_unchanged(atomic: Atomic, before: Any) -> bool:
     """Return whether memory is unchanged: a test-and-set of a set flag, a maximum already stored."""
     read = _read(atomic.pointers, atomic.mask, before)
     addresses = np.frombuffer(read.addresses, np.uint64).tolist()

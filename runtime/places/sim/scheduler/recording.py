@@ -142,7 +142,7 @@ def merge(parts: Sequence[Recording]) -> Recording:
     signals = sorted(signal for part in parts for signal in part.signals)
     by_slot = _by_slot(signals)
 
-    def resolved(span: RecordedSpan) -> RecordedSpan:
+    def resolve(span: RecordedSpan) -> RecordedSpan:
         if span.peer is not None or span.kind not in ("tile", "wait"):
             return span
         if span.slot is None:
@@ -150,7 +150,7 @@ def merge(parts: Sequence[Recording]) -> Recording:
         published = by_slot.get(span.slot)
         return span._replace(peer=_latest(published, span.end).source) if published else span
 
-    spans = [resolved(span) for part in parts for span in part.spans]
+    spans = [resolve(span) for part in parts for span in part.spans]
     return Recording(parts[0].unit, sorted(spans, key=lambda s: (s.start, s.end)), signals)
 
 

@@ -74,7 +74,7 @@ Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]
 """Maps (launch, hooks) to (a program, which a task runs; the number of its distinguished threads or 0)."""
 
 
-def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
+def interpret(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
     origin = functools.partial(hooks.memory.of_argument, launch.kernel, hooks.current.rank)
     return session.program_function(launch.kernel, launch.arguments, origin), 0
 
@@ -112,7 +112,7 @@ class Scheduler(ProgramHooks):
         timeout: float | None = None,
         quiet: float = math.inf,
         block_polls: bool = True,
-        programs: Programs = interpreted,
+        programs: Programs = interpret,
         on_bad_access: Callable[[Task, BadAccess], None] | None = None,
     ) -> None:
         if greenlet is None:
@@ -477,7 +477,7 @@ def _of_program(task: Task, error: AssertionError) -> errors.KernelAssertionErro
 
 
 def run_interpreted(
-    launch: KernelLaunch, rank: int, idle: Idle, programs: Programs = interpreted
+    launch: KernelLaunch, rank: int, idle: Idle, programs: Programs = interpret
 ) -> None:
     """Run a kernel to its end in this thread; call ``idle`` while all programs wait for peers."""
     scheduler = Scheduler(idle=idle, observer=recording.current(), programs=programs)

@@ -54,7 +54,7 @@ def polling(
         elif not where or where.startswith(_SIGNALS):
             where = place_of(frame)
     if frames and expected is None:
-        expected = _expected(frames[0])
+        expected = _expected_number(frames[0])
     for frame in outwards(suspended):
         inside = frame.f_globals.get("__name__") == f"{PACKAGE}.ptx.inline_assembly"
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
@@ -80,7 +80,7 @@ def _late(
     return None
 
 
-def _expected(frame: FrameType) -> int | None:
+def _expected_number(frame: FrameType) -> int | None:
     """Return the number, a literal or a scalar variable, with which the poll's line compares; or None."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = _COMPARED.findall(line)
