@@ -155,6 +155,7 @@ def all_gather_grouped_matmul(
     activation: Activation | None = None, group: _Group = None,
     return_received: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -162,7 +163,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: Literal[True],
     async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -170,6 +171,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: bool = False,
     async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def all_gather_grouped_matmul(
@@ -177,6 +179,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: bool = False,
     async_op: bool = False, algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, ...] | Work: ...
 @overload
 def all_gather_into_tensor_coalesced(
@@ -310,6 +313,7 @@ def all_to_all_grouped_matmul(
     activation: Activation | None = None, group: _Group = None,
     return_received: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -317,7 +321,7 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: Literal[True],
     async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -325,6 +329,7 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: bool = False,
     async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -332,20 +337,21 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = None, *, bias: Tensor | None = None,
     activation: Activation | None = None, group: _Group = None, return_received: bool = False,
     async_op: bool = False, algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, ...] | Work: ...
 @overload
 def all_to_all_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Tensor, *,
     bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
     async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None, num_max_rows_per_rank: int,
+    out_dtype: dtype | None = None, num_max_rows_per_rank: int, format: BlockFormatName | None = None,
 ) -> tuple[Tensor, DispatchHandle]: ...
 @overload
 def all_to_all_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Tensor, *,
     bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
     async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-    num_max_rows_per_rank: int,
+    num_max_rows_per_rank: int, format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def all_to_all_single(
@@ -434,21 +440,21 @@ def grouped_matmul_combine(
     input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
     topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
     group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def grouped_matmul_combine(
     input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
     topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
     group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def grouped_matmul_combine(
     input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
     topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
     group: _Group = None, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor | Work: ...
 @overload
 def matmul_all_reduce(

@@ -56,21 +56,21 @@ def all_gather_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: bool, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Any: ...
 @overload
 def all_gather_matmul(
@@ -170,21 +170,21 @@ def all_to_all_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def all_to_all_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
     input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
     output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
     tag: str = "", return_received: bool, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Any: ...
 @overload
 def matmul_all_reduce(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.types import Device
 
 from interlace.arguments import checks
-from interlace.arguments.words import FusedAlgorithm, Group
+from interlace.arguments.words import BlockFormatName, FusedAlgorithm, Group
 from interlace.kernels.epilogue import Activation
 from interlace.nn.linear import check_features
 from interlace.nn.regions import copy_to_group
@@ -28,6 +28,7 @@ from interlace.ops.experts.api import (
 )
 from interlace.ops.experts.products import multiply
 from interlace.ops.experts.routing import by_expert
+from interlace.ops.matmul.formats import format_named
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.context import comparing
 from interlace.runtime.numerics.norms import activate
@@ -156,6 +157,8 @@ class MoE(ShardedModule):
     sequence_parallel : ranks have different tokens, so gradients of the router and the shared expert are
         summed over the group. Otherwise all ranks have all tokens, and gradients are already complete.
     algorithm : the algorithm of both fused ops.
+    format : multiply by ``up`` and ``down`` in a block-scaled format, such as "mxfp8", forward and
+        backward. The router and the shared expert are not in the format.
 
     Forward: ``input`` ``(..., hidden)``, this rank's tokens; the output has the same shape. Numbers of
     tokens may differ between ranks. :meth:`load_balance` returns statistics. The compiled forward is one
@@ -205,6 +208,7 @@ class MoE(ShardedModule):
         group: Group = None,
         sequence_parallel: bool = True,
         algorithm: FusedAlgorithm = "auto",
+        format: BlockFormatName | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -218,6 +222,8 @@ class MoE(ShardedModule):
                 positive(shared_size=shared_size)
             self.activation = checks.activation("activation", activation)
             checks.one_of("algorithm", algorithm, checks.ALGORITHMS)
+            if format is not None:
+                format_named(format)
             for name, flag in (
                 ("gated", gated),
                 ("normalize", normalize),
@@ -254,11 +260,12 @@ class MoE(ShardedModule):
             "sequence_parallel": sequence_parallel,
             "intermediate_size": intermediate_size,
             "shared_size": shared_size,
+            "format": format,
             **self.router_options._asdict(),
         }
         self._terms = tuple((f"{name} of MoE", value) for name, value in about.items())
         self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
-        self.gated, self.algorithm = gated, algorithm
+        self.gated, self.algorithm, self.format = gated, algorithm, format
         self.most_tokens = num_max_dispatch_tokens_per_rank
         self.sequence_parallel = sequence_parallel
         first, shared = (2 if gated else 1) * intermediate_size, (2 if gated else 1) * shared_size
@@ -373,9 +380,10 @@ class MoE(ShardedModule):
             send: Any = functional.dispatch if traced else dispatch
             home: Any = functional.grouped_matmul_combine if traced else grouped_matmul_combine
             received, handle = send(x, chosen, weights, self.num_experts, **options)
-            hidden = self._between(multiply(received, up))
-            return home(hidden, down, handle, algorithm=self.algorithm)
+            hidden = self._between(multiply(received, up, format=self.format))
+            return home(hidden, down, handle, algorithm=self.algorithm, format=self.format)
         activation: Any = None if self.gated else self.activation
+        options["format"] = self.format
         rows, sent = permute(x, chosen, self.num_experts)
         up_projected: Any = all_to_all_grouped_matmul(
             rows, up, sent, activation=activation, **options

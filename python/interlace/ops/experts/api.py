@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import FusedAlgorithm, Group, Splits
+from interlace.arguments.words import BlockFormatName, FusedAlgorithm, Group, Splits
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.experts import counted, grouped, grouped_combine
@@ -228,7 +228,7 @@ def _sums(
     look: Callable[..., bool] = is_seen,
 ) -> Any:
     """Return the sums by token, computed by ``form``. ``as_op`` adds the call's findings to arguments."""
-    known: Op = OPS[op]
+    known: Op = block_scaled.op_of(op, getattr(given, "format", ""))
     if not requires_gradients(*known.tensors_of(given)):
         return form(communicator, (given, None), async_op=async_op)
     given.return_rows = requires_gradients(given.topk_weights)  # their gradient needs the rows
@@ -236,6 +236,7 @@ def _sums(
 
     def run(record: Any, async_op: bool) -> Any:
         with communicator.accepting(OP if op == ROUTED else op):
+            record = block_scaled.quantize_record(record)
             outputs.extend(known.outputs(record, communicator.world_size))
         return form(communicator, (record, outputs), async_op=async_op)
 
@@ -409,6 +410,7 @@ def all_gather_grouped_matmul(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, ...] | Work:
     """Multiply the rows of all ranks by their experts' weights on every rank, as rows arrive.
 
@@ -426,6 +428,8 @@ def all_gather_grouped_matmul(
     bias : ``(E, n)``.
     activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
     return_received : also return the rows of all ranks in the order of ``output``.
+    format : as for :func:`interlace.all_gather_matmul`. For a weight's gradient, blocks are along the rows
+        of its expert, which come from all ranks. Not with ``return_received``.
 
     Returns
     -------
@@ -445,9 +449,11 @@ def all_gather_grouped_matmul(
     >>> interlace.run(layer, 2)[0]
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
-    splits: Any = input_splits, output_splits
-    about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.GATHER
-    call = GroupedArguments(input, weight, bias, *splits, *about)
+    about: Any = (
+        input_splits, output_splits, return_received, algorithm, out_dtype, activation, 0,
+        grouped.GATHER, False, format or "",
+    )  # fmt: skip
+    call = GroupedArguments(input, weight, bias, *about)
     return _run_grouped(_grouped_matmul, group, call, async_op)  # type: ignore[no-any-return]
 
 
@@ -465,6 +471,7 @@ def all_to_all_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
     num_max_rows_per_rank: int | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, ...] | tuple[Tensor, DispatchHandle] | Work:
     """Send every row to the rank that has its expert, and multiply it by the expert's weight on arrival.
 
@@ -497,9 +504,11 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(layer, 2)
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
-    splits: Any = input_splits, output_splits
-    about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.EXCHANGE
-    call = GroupedArguments(input, weight, bias, *splits, *about)
+    about: Any = (
+        input_splits, output_splits, return_received, algorithm, out_dtype, activation, 0,
+        grouped.EXCHANGE, False, format or "",
+    )  # fmt: skip
+    call = GroupedArguments(input, weight, bias, *about)
 
     def run(communicator: Communicator, call: GroupedArguments, async_op: bool) -> Any:
         number = dispatch_number(communicator)  # also without a bound: other ranks may have one
@@ -523,6 +532,7 @@ def grouped_matmul_combine(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Work:
     """Multiply every row by its expert's weight, send it back, and sum over its token's experts.
 
@@ -543,7 +553,8 @@ def grouped_matmul_combine(
     topk_weights : ``(t, K)``, the factors of rows, in fp32 and on the tokens' rank. None: the weights of
         the handle, or a plain sum.
     bias : ``(E / W, n)``, added to every row before it is weighted.
-    algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
+    algorithm, out_dtype, format : as for :func:`interlace.all_gather_grouped_matmul`. With "nvfp4" and a
+        handle, rows of ``input`` without a token must be finite, too.
     group : the handle's group, if there is a handle.
 
     Returns ``(t, n)``, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it: the sum over slots
@@ -571,10 +582,10 @@ def grouped_matmul_combine(
     """
     communicator = resolve(splits.group if isinstance(splits, DispatchHandle) else group)
     operands: Any = input, weight, bias, topk_idx, topk_weights
-    about: Any = [], splits, False, algorithm, out_dtype
+    about: Any = [], splits, False, algorithm, out_dtype, format or ""
     record = GroupedCombineArguments(*operands, *about)
     run = functools.partial(_grouped_combine, group)
-    if isinstance(input, Scaled) or isinstance(weight, Scaled):
+    if block_scaled.are_formatted(record):
         return block_scaled.run_packed(run, communicator, OP, record, async_op)  # type: ignore[no-any-return]
     return run(communicator.on(input), record, async_op)  # type: ignore[no-any-return]
 
@@ -611,7 +622,7 @@ def _run_grouped(
 ) -> Any:
     """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
     communicator = resolve(group)
-    if isinstance(record.input, Scaled) or isinstance(record.weight, Scaled):
+    if block_scaled.are_formatted(record):
         call: Any = run, communicator, record.op, record, async_op
         return block_scaled.run_packed(*call, gathers=record.return_received)
     return run(communicator.on(record.input), record, async_op)
@@ -638,15 +649,17 @@ def _recorded_grouped(
     async_op: bool,
 ) -> Any:
     """Run with torch's activation after the op: its gradient needs the values before the activation."""
-    op = OPS[record.op]
-    with communicator.accepting(op.name):
+    op = block_scaled.op_of(record.op, record.format)
+    with communicator.accepting(record.op):
         name = checks.activation("activation", record.activation)
         known = counted.with_counts(communicator, record) if record.max_rows else record
-    learning = record.return_received or requires_gradients(record.weight)
+    learning = not record.format and requires_gradients(record.weight)
+    learning = record.return_received or learning
     plain = replace(known, activation=None, recorded=True, return_received=learning)
 
     def run(call: GroupedArguments, async_op: bool) -> Any:
-        return grouped.FORMS[op.name](communicator, (call,), (), async_op)
+        packed_call = block_scaled.quantize_record(call)
+        return grouped.FORMS[call.op](communicator, (packed_call,), (), async_op)
 
     def results(call: GroupedArguments, result: Any) -> tuple[GroupedArguments, list[Tensor]]:
         outputs, routes = result

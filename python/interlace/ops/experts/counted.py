@@ -40,6 +40,7 @@ from interlace.ops.experts.routing import (
     on_device,
 )
 from interlace.ops.matmul import operands
+from interlace.ops.matmul.block_scaled import quantize_record
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -230,7 +231,7 @@ def check_numbers(splits: Tensor, rows: int) -> None:
 
 def with_counts(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
     """Return ``record``, checked on this rank, with splits that the host has read."""
-    call = checked_tensors(communicator, record)
+    call = checked_tensors(communicator, quantize_record(record))
     return _counted(record, checked_splits(communicator, call).tolist())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
+from interlace.arguments.words import BlockFormatName, FunctionalGroup, FusedAlgorithm
 from interlace.ops.experts.dispatch import arguments_of, name_results
 from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import (
@@ -127,6 +127,7 @@ def grouped_matmul_combine(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor:
     """Multiply experts' rows by their weights and sum by token: :func:`interlace.grouped_matmul_combine`.
 
@@ -153,7 +154,7 @@ def grouped_matmul_combine(
         group = splits.group
         topk_idx, topk_weights = choice(splits, topk_idx, topk_weights)
     operands: Any = input, weight, bias, topk_idx, topk_weights
-    about: Any = home_splits, splits, False, algorithm, out_dtype
+    about: Any = home_splits, splits, False, algorithm, out_dtype, format or ""
     record = GroupedCombineArguments(*operands, *about)
     blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     factors = {"input": record.input, "weight": record.weight, "bias": bias}
@@ -187,6 +188,7 @@ def all_gather_grouped_matmul(
     return_received: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply all ranks' rows by their experts' weights: :func:`interlace.all_gather_grouped_matmul`.
 
@@ -206,7 +208,7 @@ def all_gather_grouped_matmul(
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
     record = GroupedArguments(input, weight, bias, *about)
-    return _run_grouped("all_gather_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
+    return _run_grouped("all_gather_grouped_matmul", group, tag, record, format)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -221,6 +223,7 @@ def all_to_all_grouped_matmul(
     return_received: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply rows by their weights on their experts' ranks: :func:`interlace.all_to_all_grouped_matmul`.
 
@@ -239,17 +242,24 @@ def all_to_all_grouped_matmul(
     """
     about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
     record = GroupedArguments(input, weight, bias, *about)
-    return _run_grouped("all_to_all_grouped_matmul", group, tag, record)  # type: ignore[no-any-return]
+    return _run_grouped("all_to_all_grouped_matmul", group, tag, record, format)  # type: ignore[no-any-return]
 
 
-def _run_grouped(op: str, group: FunctionalGroup, tag: str, record: GroupedArguments) -> Any:
+def _run_grouped(
+    op: str,
+    group: FunctionalGroup,
+    tag: str,
+    record: GroupedArguments,
+    format: BlockFormatName | None,
+) -> Any:
+    record.format = format or ""
     asked, input = record.return_received, record.input
     blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     check(op, group, tag, input=record.input, weight=record.weight, bias=record.bias)
     flag(op, group, tag, "return_received", asked)
     for name in ("input_splits", "output_splits"):
         setattr(record, name, ints(op, group, tag, name, getattr(record, name)))
-    record.return_received = keeps(asked, [record.weight])
+    record.return_received = asked or (not record.format and keeps(False, [record.weight]))
     with terms:
         results = run_record(blocks, group, tag, record)
     return block_scaled.with_gathered(input, (results[1], results[0])) if asked else results[0]

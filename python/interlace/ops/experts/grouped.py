@@ -22,7 +22,8 @@ numbers of rows on both sides as lists of ints, so their results are known befor
 Gradients: for the rows, the outputs' gradients times their experts' weights are moved back. This is an
 all_to_all, or a reduce-scatter of gathered rows (ranks with fewer rows are filled with zeros). For a
 weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the collective
-follows them.
+follows them. With a format their factors are quantised: for a weight, in blocks along the expert's rows,
+which are received again as floats.
 """
 
 import functools
@@ -45,9 +46,20 @@ from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
+from interlace.ops.matmul.block_scaled import product
 from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
+from interlace.ops.op.op import (
+    Example,
+    Op,
+    OpGradient,
+    Started,
+    fused_by,
+    pad,
+    requiring,
+    spread,
+    wait,
+)
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -353,8 +365,8 @@ def received_counts(name: str, value: Any, experts: int, world_size: int) -> lis
 
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
     return (
+        ("format", call.format or None),
         ("dtype of input", call.input.dtype),
-        ("format", call.format),
         length_along_k("k of input", call.input.shape[1], call.format),
         ("the number of experts", experts),
         ("algorithm", call.algorithm),
@@ -660,7 +672,7 @@ def _transpose(parts: Sequence[Tensor], columns: int) -> Tensor:
 def save(ctx: Any, record: GroupedArguments, output: Sequence[Tensor]) -> None:
     sent, received = list(record.input_splits), list(record.output_splits)
     ctx.splits = RowSplits(sent, received, int(record.weight.shape[0]))
-    ctx.needed, ctx.kept = requiring(record), record.return_received
+    ctx.needed, ctx.kept, ctx.format = requiring(record), record.return_received, record.format
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1] if ctx.kept else record.input, record.weight)
 
@@ -672,11 +684,14 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
     of_input = None
     parts: Sequence[Tensor] = ()
     if grad is not None:
-        parts = torch.split(grad.to(weight.dtype), splits.of_experts)
+        parts = torch.split(grad.to(kept.dtype), splits.of_experts)
     if "input" in ctx.needed and (grad is not None or of_rows is not None):
         if parts:
-            product = torch.cat([part @ weight[e].t() for e, part in enumerate(parts)])
-            of_rows = product if of_rows is None else of_rows + product
+            factors = enumerate(parts)
+            found_rows = torch.cat(
+                [product(part, weight[e].t(), ctx.format) for e, part in factors]
+            )
+            of_rows = found_rows if of_rows is None else of_rows + found_rows
         assert of_rows is not None
         rows = splits.by_source(of_rows)
         if op == GATHER:
@@ -686,8 +701,9 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
             back = splits.to_ranks, splits.from_ranks
             of_input = _ops.all_to_all(rows, *back, ctx.size, ctx.name)
     if "weight" in ctx.needed and parts:
-        received = wait(kept) if ctx.kept else _received_again(op, ctx, kept)
-        found["weight"] = of_weights(torch.split(received, splits.of_experts), parts)
+        received = wait(kept) if ctx.kept else received_again(op, ctx, kept)
+        inputs = torch.split(received, splits.of_experts)
+        found["weight"] = of_weights(weight, inputs, parts, ctx.format)
     if "bias" in ctx.needed and parts:
         found["bias"] = torch.stack([part.sum(0) for part in parts])
     if of_input is not None:
@@ -697,12 +713,16 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
     return found
 
 
-def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
-    """Receive the rows that were multiplied once more, because the op has not kept them."""
+def received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
+    """Receive the rows that were multiplied once more, because the op has not kept them as floats."""
     splits: RowSplits = ctx.splits
     group = ctx.size, ctx.name
     if op == GATHER:
-        return splits.by_expert(wait(_ops.all_gather(input, 0, *group)))
+        longest = max(splits.unequal or [input.shape[0]])
+        rows = wait(_ops.all_gather(pad(input, 0, longest), 0, *group))
+        by_source = rows.reshape(splits.sources, longest, input.shape[1])
+        parts = zip(by_source, splits.from_ranks, strict=True)
+        return splits.by_expert(torch.cat([part[:length] for part, length in parts]))
     back = splits.from_ranks, splits.to_ranks
     return splits.by_expert(wait(_ops.all_to_all(input, *back, *group)))
 

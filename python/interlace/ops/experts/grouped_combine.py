@@ -44,6 +44,7 @@ from interlace.ops.experts.grouped import (
     expert_of,
     expert_operands,
     multiply_by_expert,
+    received_again,
     received_counts,
 )
 from interlace.ops.experts.products import of_products, of_weights
@@ -61,6 +62,7 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul import operands
+from interlace.ops.matmul.block_scaled import call_in
 from interlace.ops.matmul.formats import OPERAND_FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
@@ -73,7 +75,7 @@ from interlace.ops.op.op import (
     wait,
     without_gradient,
 )
-from interlace.ops.op.recording import Ops
+from interlace.ops.op.recording import Ops, call
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
@@ -142,6 +144,7 @@ class RoutedGradientArguments(RoutingArguments):
     max_tokens: int
     packed: bool
     algorithm: str
+    format: str = ""
 
 
 _Arguments = GroupedCombineArguments | RoutedCombineArguments
@@ -161,10 +164,10 @@ class CheckedCombine(NamedTuple):
 
     def terms(self) -> Terms:
         return (
+            ("format", self.format or None),
             ("dtype of input", self.input.dtype),
             ("n of weight", self.weight.shape[2]),
             ("the number of experts", self.assignment.experts),
-            ("format", self.format),
             ("algorithm", self.algorithm),
             ("out_dtype", self.out_dtype),
             ("whether there are topk_weights", self.weights is not None),
@@ -478,7 +481,7 @@ def start(communicator: Communicator, record: _Arguments) -> Started:
 def save(ctx: Any, record: GroupedCombineArguments, output: Sequence[Tensor]) -> None:
     sent, received = list(record.home_splits), list(record.splits)
     ctx.splits = RowSplits(sent, received, int(record.weight.shape[0]))
-    ctx.needed, ctx.algorithm = requiring(record), record.algorithm
+    ctx.needed, ctx.algorithm, ctx.format = requiring(record), record.algorithm, record.format
     home = home_rows(OP, ctx.needed, record.return_rows, output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(record.input, record.weight, record.topk_idx, record.topk_weights, home)
@@ -497,17 +500,22 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
         rows = grad[slots // int(idx.shape[1])]
         if weights is not None:
             rows = rows * weights.reshape(-1)[slots].unsqueeze(1)
+        rows = rows.to(input.dtype)
         # the products of rows that travel, as in forward; and the rows, for the weight's gradient
-        of_input, received = getattr(_ops, EXCHANGE)(
-            rows.to(weight.dtype), weight.transpose(1, 2), None, splits.sent, splits.received, True,
-            ctx.algorithm, None, ctx.size, ctx.name,
+        of_input, *received = call_in(
+            call, ctx.format, EXCHANGE, rows, weight.transpose(1, 2), None, splits.sent,
+            splits.received, not ctx.format, ctx.algorithm, None, ctx.size, ctx.name,
         )  # fmt: skip
-        of_input, received = wait(of_input), wait(received)
-        parts = torch.split(received, splits.of_experts)
+        of_input = wait(of_input)
         if "input" in ctx.needed:
             found["input"] = of_input
+        parts: Sequence[Tensor] = ()
+        if ctx.needed.intersection(("weight", "bias")):
+            arrived = wait(received[0]) if received else received_again(EXCHANGE, ctx, rows)
+            parts = torch.split(arrived, splits.of_experts)
         if "weight" in ctx.needed:
-            found["weight"] = of_weights(torch.split(input, splits.of_experts), parts)
+            inputs = torch.split(input, splits.of_experts)
+            found["weight"] = of_weights(weight, inputs, parts, ctx.format)
         if "bias" in ctx.needed:
             found["bias"] = torch.stack([part.sum(0) for part in parts])
     if home is not None:
@@ -519,7 +527,7 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 
 def save_routed(ctx: Any, record: RoutedCombineArguments, output: Sequence[Tensor]) -> None:
-    ctx.needed, ctx.routing = requiring(record), record.routing
+    ctx.needed, ctx.routing, ctx.format = requiring(record), record.routing, record.format
     home = home_rows(OP, ctx.needed, record.return_rows, output)
     ctx.set_materialize_grads(False)
     about = record.segments, record.topk_idx, record.topk_weights
@@ -533,7 +541,7 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
     if grad is None:
         return found
     if ctx.needed.intersection(FACTORS):
-        about = segments, idx, weights, *ctx.routing, ctx.size, ctx.name
+        about = segments, idx, weights, *ctx.routing, ctx.format, ctx.size, ctx.name
         gradients = getattr(_ops, ROUTED_BACKWARD)(grad, input, weight, *about)
         for name, each in zip(FACTORS, gradients, strict=True):
             complete = wait(each)
@@ -566,8 +574,9 @@ def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) 
     """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
-    rows = as_many(rows.to(record.weight.dtype), record.input.shape[0])
-    return of_products(record.input, rows, record.weight, record.segments, record.packed)
+    rows = as_many(rows.to(record.input.dtype), record.input.shape[0])
+    factors = record.input, rows, record.weight
+    return of_products(*factors, record.segments, record.packed, record.format)
 
 
 # -- references: one process plays all ranks --------------------------------------------------------

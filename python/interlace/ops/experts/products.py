@@ -10,20 +10,27 @@ import torch
 import torch.nn.functional as F
 
 from interlace.arguments import checks
+from interlace.arguments.words import BlockFormatName
 from interlace.ops.experts.routing import Received
+from interlace.ops.matmul.block_scaled import product, product_of_rows
+from interlace.ops.matmul.formats import format_named
 from interlace.runtime.compat.torch_modes import modes_active
 
 ALIGNED = 16  # bytes, for all strides of torch's grouped matmul
 Tensor = torch.Tensor
 
 
-def multiply(received: Received, weight: Tensor) -> Tensor:
+def multiply(
+    received: Received, weight: Tensor, *, format: BlockFormatName | None = None
+) -> Tensor:
     """Multiply every row of ``received.x`` by its expert's weight, with torch; without communication.
 
     ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``. Returns ``(rows, n)``,
     after a low-latency dispatch ``(experts, most rows, n)``; unused rows may have any value. Gradients go
     to both. The host of a GPU does not wait for counts in two cases: the rows are of low latency, or
-    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError
+    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. With ``format`` it
+    waits: then the rows and the weight are multiplied in a block-scaled format, such as "mxfp8", and so are
+    the factors of their gradients, as in :func:`interlace.all_to_all_grouped_matmul`. Raises ValueError
     for other shapes, TypeError if ``received`` is not a dispatch's result or ``weight`` is not a tensor.
     Semantics: ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
 
@@ -48,29 +55,39 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
             f"weight must have shape ({experts}, {x.shape[-1]}, n) for these rows, got "
             f"{tuple(weight.shape)}"
         )
+    if format is not None:
+        kind = format_named(format).name
+        rows = multiply_in_graph(x.flatten(0, -2), weight, received.segments, kind)
+        return rows.view(*x.shape[:-1], weight.shape[2])  # type: ignore[no-any-return]
     if x.dim() == 3:
         return torch.bmm(x, weight)
     if grouped_on_device(x, weight):
         return torch._grouped_mm(x, weight, offs=received.offsets)
     traced = torch.compiler.is_compiling() or modes_active()
-    return (multiply_in_graph if traced else multiplied)(x, weight, received.segments)
+    return (multiply_in_graph if traced else multiplied)(x, weight, received.segments, "")
 
 
-def of_weights(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the weights: for each expert its rows times their products' gradients."""
-    return torch.stack([rows.t() @ grad for rows, grad in zip(inputs, grads, strict=True)])
+def of_weights(
+    weight: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], format: str
+) -> Tensor:
+    """Return the gradient of the weights: for each expert its rows times their products' gradients.
+
+    With a format both have blocks along the rows of one expert, from all ranks.
+    """
+    pairs = zip(inputs, grads, strict=True)
+    return torch.stack([product_of_rows(*pair, format) for pair in pairs]).to(weight.dtype)
 
 
 def of_products(
-    input: Tensor, rows: Tensor, weight: Tensor, segments: Tensor, packed: bool
+    input: Tensor, rows: Tensor, weight: Tensor, segments: Tensor, packed: bool, format: str
 ) -> list[Tensor]:
     """Return the gradients of input, weight and bias; ``rows`` are the products' gradients."""
     experts, inner, columns = weight.shape
-    if packed:
+    if packed and not format:
         many, wide = input.view(experts, -1, inner), rows.view(experts, -1, columns)
         of_input = torch.bmm(wide, weight.transpose(1, 2)).view(input.shape)
         return [of_input, torch.bmm(many.transpose(1, 2), wide), wide.sum(1)]
-    if grouped_on_device(input, rows, weight):
+    if not format and grouped_on_device(input, rows, weight):
         ends = segments[..., 1].sum(1).cumsum(0).to(torch.int32)
         row = torch.arange(input.shape[0], device=input.device)
         of_input = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
@@ -79,21 +96,28 @@ def of_products(
         expert = torch.searchsorted(ends, row, right=True).clamp(max=experts - 1)
         wide = torch.zeros(experts, columns, device=rows.device)  # rows of no expert are 0
         return [of_input, of_weight, wide.index_add_(0, expert, rows.float()).to(rows.dtype)]
-    counts = segments[..., 1].sum(1).tolist()
-    rest = input.shape[0] - sum(counts)
-    parts = [torch.split(each, [*counts, rest])[:-1] for each in (rows, input)]
-    of_input = torch.cat([each @ weight[e].t() for e, each in enumerate(parts[0])])
-    of_bias = torch.stack([each.sum(0) for each in parts[0]])
-    return [F.pad(of_input, (0, 0, 0, rest)), of_weights(parts[1], parts[0]), of_bias]
+    of_input = multiplied(rows, weight.transpose(1, 2), segments, format)
+    where = rows_of_experts(segments)
+    inputs, grads = ([each[own] for own in where] for each in (input, rows))
+    of_bias = torch.stack([each.sum(0) for each in grads])
+    return [of_input, of_weights(weight, inputs, grads, format), of_bias]
 
 
-def multiplied(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+def rows_of_experts(segments: Tensor) -> list[slice]:
+    """Return the rows of each expert; the host reads their places."""
+    firsts, counts = segments[:, 0, 0].tolist(), segments[..., 1].sum(1).tolist()
+    return [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+
+
+def multiplied(x: Tensor, weight: Tensor, segments: Tensor, format: str) -> Tensor:
     """Return rows by expert times weights; the host reads the counts. Rows without an expert are 0."""
-    counts = segments[..., 1].sum(1).tolist()
-    rest = x.shape[0] - sum(counts)
-    parts = torch.split(x, [*counts, rest])[:-1]
-    rows = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
-    return F.pad(rows, (0, 0, 0, rest))
+    where = rows_of_experts(segments)
+    following = [*(rows.start for rows in where[1:]), x.shape[0]]
+    products = []
+    for expert, (rows, end) in enumerate(zip(where, following, strict=True)):
+        found = product(x[rows], weight[expert], format)
+        products.append(F.pad(found, (0, 0, 0, end - rows.stop)))
+    return torch.cat(products)
 
 
 # The same for graphs, which cannot read counts.
@@ -102,22 +126,25 @@ multiply_in_graph: Any = torch.library.custom_op("interlace::multiply", multipli
 
 @torch.library.custom_op("interlace::multiply_backward", mutates_args=())
 def _multiply_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, segments: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, segments: Tensor, format: str
 ) -> tuple[Tensor, Tensor]:
-    of_x, of_weight, _ = of_products(x, grad, weight, segments, False)
+    of_x, of_weight, _ = of_products(x, grad, weight, segments, False, format)
     return of_x, of_weight
 
 
+def _save_for_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.format = inputs
+    ctx.save_for_backward(*tensors)
+
+
 def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return (*_multiply_backward(grad, *ctx.saved_tensors), None)
+    return (*_multiply_backward(grad, *ctx.saved_tensors, ctx.format), None, None)
 
 
-multiply_in_graph.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[2]))
-multiply_in_graph.register_autograd(
-    _gradients_of_multiply, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
+multiply_in_graph.register_fake(lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[2]))
+multiply_in_graph.register_autograd(_gradients_of_multiply, setup_context=_save_for_multiply)
 _multiply_backward.register_fake(
-    lambda grad, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape))
+    lambda grad, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape))
 )
 
 

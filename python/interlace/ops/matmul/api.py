@@ -379,7 +379,8 @@ def _recorded_gather(
         return (outputs[count], result) if asked else result
 
     def run(record: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
-        return gather.gather_matmul(communicator, in_format(record), async_op=async_op)
+        packed_call = block_scaled.quantize_record(record)
+        return gather.gather_matmul(communicator, packed_call, async_op=async_op)
 
     op = block_scaled.op_of(gather.OP, given.format)
     with gather.taking_any_lengths():
@@ -398,7 +399,7 @@ def _recorded_reduction(
         if name and given.kind:
             if given.quantize:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-            terms = norms.NormedReduce(communicator, in_format(given)).more_terms
+            terms = norms.NormedReduce(communicator, block_scaled.quantize_record(given)).more_terms
             nothing: Any = dict.fromkeys(("residual", "norm_weight", "norm_bias"))
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
     op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
@@ -416,18 +417,14 @@ def _recorded_reduction(
         return _norm_by_torch(communicator, given, total) if given.kind else total
 
     def run(record: ReductionArguments, async_op: bool) -> Any:
-        return norms.FORMS[record.op](communicator, in_format(record), async_op=async_op)
+        packed_call = block_scaled.quantize_record(record)
+        return norms.FORMS[record.op](communicator, packed_call, async_op=async_op)
 
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
         return run_recorded(
             op, communicator, plain, run, finish, async_op, results=results, differs=bool(name)
         )
-
-
-def in_format(record: Any) -> Any:
-    """Return the record for the kernels: with packed rows, if it has a format."""
-    return block_scaled.quantize_record(record) if record.format else record
 
 
 def _norm_by_torch(communicator: Communicator, record: ReductionArguments, total: Tensor) -> Any:

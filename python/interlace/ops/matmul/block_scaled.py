@@ -56,6 +56,7 @@ from interlace.ops.op.op import (
     Setting,
     Started,
     constant,
+    requiring,
 )
 from interlace.ops.op.recording import ContinuedWork
 from interlace.runtime.compat.torch_modes import modes_active
@@ -78,15 +79,11 @@ def with_format(op: Op) -> Op:
     if f"block_scaled_{op.name}" in OPS:
         return OPS[f"block_scaled_{op.name}"]  # type: ignore[no-any-return]
     without = [name for name in op.without if name != "format"]
-    quantises = not set(op.kinds) & set(OF_EXPERTS)
-
-    def packed_record(record: Any) -> Any:
-        return quantize_record(record) if quantises else record
 
     def start(communicator: Communicator, record: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
             format_named(record.format, OPERAND_FORMATS)
-            packed_call = packed_record(record)
+            packed_call = quantize_record(record)
         with (
             contextlib.nullcontext()
             if packed_call is record
@@ -94,19 +91,15 @@ def with_format(op: Op) -> Op:
         ):
             return op.start(communicator, packed_call, **out)
 
-    def outputs(record: Any, size: Any) -> Any:
-        return op.outputs(packed_record(record), size)
-
     def reference(ranks: Sequence[Any], size: int) -> list[list[torch.Tensor]]:
-        return op.reference([*map(packed_record, ranks)], size)
+        return op.reference([*map(quantize_record, ranks)], size)
 
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference,
-        without=without, variants=(),
-        gradient=_of_floats(op.gradient) if quantises and op.gradient else None,
+        op, name=f"block_scaled_{op.name}", start=start, reference=reference, without=without,
+        variants=(), gradient=_of_floats(op.gradient) if op.gradient else None,
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -129,7 +122,8 @@ def _of_floats(gradient: OpGradient) -> OpGradient:
 
     def save(ctx: Any, record: Any, output: Any) -> None:
         _, _, operands = _factors(record)
-        if any(each.dtype == torch.uint8 for each in operands):
+        packed = any(each.dtype == torch.uint8 for each in operands)
+        if packed and requiring(record) - {"topk_weights"}:
             _refuse()
         gradient.save(ctx, record, output)
 
@@ -337,7 +331,6 @@ def pack(record: Any, *, check_scales: bool) -> Any:
             f"gather_dim={dim} is k, the last dimension of input and the dimension of its blocks: gather "
             f"block-scaled operands along another one; shape of input is {tuple(record.input.shape)}"
         )
-    by_expert = any(hasattr(record, each) for each in OF_EXPERTS)
     if record.format:
         operands = _operands_in(record, operands)
         if not are_scaled(*operands):
@@ -350,7 +343,7 @@ def pack(record: Any, *, check_scales: bool) -> Any:
         )
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
-        _check(operands[: index + 1], operand_name, by_expert)
+        _check(operands[: index + 1], operand_name, record)
         if check_scales:
             _check_scales(operand_name, each)
     biases = record.biases if name == "weights" else record.bias
@@ -369,11 +362,12 @@ def pack(record: Any, *, check_scales: bool) -> Any:
 def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
     """Return the operands of a call with ``format``: if some are block-scaled, quantise the others."""
     kind = format_named(record.format)
-    if getattr(record, "return_gathered", False):
-        raise ValueError(
-            "return_gathered returns the sent data, which with format= is block-scaled: pass "
-            f"interlace.quantize(input, {kind.name!r}) without format="
-        )
+    for name in ("return_gathered", "return_received"):
+        if getattr(record, name, False):
+            raise ValueError(
+                f"{name} returns the sent data, which with format= is block-scaled: pass "
+                f"interlace.quantize(input, {kind.name!r}) without format="
+            )
     if not are_scaled(*operands):
         _check_numbers(record)
         return operands
@@ -403,12 +397,17 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
             raise TypeError(
                 f"{name} must be a float tensor that format= quantizes, got {each.dtype}"
             )
-        kind.check_shape(name, each.shape[::-1] if index else each.shape)
-        if index:
-            inner_length(name, each.shape[-2], input)
+        if not index:
+            kind.check_shape(name, each.shape)
+            continue
+        dims, shape = _dimensions_of_weight(record)
+        if each.dim() != dims:
+            raise ValueError(f"{name} must be {shape}, got shape {tuple(each.shape)}")
+        kind.check_shape(name, each.mT.shape)
+        inner_length(name, each.shape[-2], input)
     gathers = hasattr(record, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
-    dim = getattr(record, name)
+    dim = getattr(record, name, None)
     if dim in (-1, input.dim() - 1) and (gathers or learns(record)):
         raise ValueError(
             f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
@@ -418,7 +417,9 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
 
 @torch.no_grad()
 def quantize_record(record: Any) -> Any:
-    """Return a record with packed rows instead of float factors."""
+    """Return a record with packed rows instead of float factors, if it has a format."""
+    if not getattr(record, "format", ""):
+        return record
     name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
@@ -448,13 +449,7 @@ def packed_by_functional(
     if not are_formatted(record):
         return op, record, contextlib.nullcontext()
     known = not is_traced()
-    learning = getattr(record, "topk_weights", None)
     try:
-        if torch.is_grad_enabled() and learning is not None and learning.requires_grad:
-            raise RuntimeError(
-                f"functional.{op} of block-scaled operands has no gradient for topk_weights; call "
-                f"interlace.{op}, which has one"
-            )
         packed_call = pack(record, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
@@ -488,8 +483,14 @@ def _check_scales(name: str, operand: Scaled) -> None:
             operand.check_scales()
 
 
-def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
-    """Check the last of some operands, which begin with the input."""
+def _dimensions_of_weight(record: Any) -> tuple[int, str]:
+    """Return the number of dimensions of a record's weights, and their names."""
+    by_expert = any(hasattr(record, name) for name in OF_EXPERTS)
+    return (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
+
+
+def _check(operands: Sequence[Any], name: str, record: Any) -> None:
+    """Check the last of some operands of a record, which begin with the input."""
     input, operand = operands[0], operands[-1]
     if not isinstance(operand, Scaled):
         raise TypeError(
@@ -499,7 +500,7 @@ def _check(operands: Sequence[Any], name: str, by_expert: bool) -> None:
         if operand.inner != -1:
             raise ValueError("input must be [..., k], its blocks along k, got a transposed one")
         return
-    dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
+    dims, shape = _dimensions_of_weight(record)
     if operand.inner != -2 or operand.values.dim() != dims:
         raise ValueError(
             f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() has for w "

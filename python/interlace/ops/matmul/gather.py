@@ -168,7 +168,7 @@ def _agree(
     terms = (
         ("the number of dimensions of input", len(shape)),
         ("gather_dim", dim),
-        ("format", format),
+        ("format", format or None),
         (of_shape, (*leading, last)),
         ("dtype of input", dtype),
         ("algorithm", operands.algorithm),

@@ -229,6 +229,7 @@ class CheckedReduce:
         """Exchange terms with all ranks and raise on any mismatch; find the largest ``k``."""
         *lengths, inner = self.input.shape
         terms = (
+            ("format", self.format.name if self.format else None),
             ("dtype of input", self.input.dtype),
             ("the shape of input without k", tuple(lengths)),
             ("the columns of weight", self.weight.shape[1]),
@@ -238,7 +239,6 @@ class CheckedReduce:
             ("out_dtype", self.dtype),
             ("whether there is a bias", self.bias is not None),
             ("activation", self.activation or None),
-            ("format", self.format.name if self.format else None),
             *self.more_terms,
         )
         call = self.communicator.call_of(self.op, terms, inner)

@@ -1,0 +1,326 @@
+"""Gradients of the experts' ops in a block-scaled format, against their definition, bit by bit."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import interlace
+from cases.block_products import PLAIN, close, product
+from interlace import functional, nn
+from interlace.ops.matmul.formats import FORMATS, quantize
+from ranks import ranks
+from support import noise
+from tiers import few
+
+Tensor = torch.Tensor
+TOKENS = (75, 4, 0)
+"""Tokens of each rank: more than two blocks of 32 for an expert, few, and none."""
+WIDTHS = 160, 36
+LOCAL = 2
+"""Experts of a rank."""
+
+
+class Problem(NamedTuple):
+    """The operands of a layer of experts on all ranks; ``up`` and ``down`` are of all experts.
+
+    Experts 0 and 1 share the first slots. The last expert has all second slots, and the others nothing.
+    """
+
+    tokens: list[Tensor]
+    chosen: list[Tensor]
+    share: list[Tensor]
+    up: Tensor
+    down: Tensor
+    grads: list[Tensor]
+
+    def rows(self, expert: int) -> list[tuple[int, int, int]]:
+        """Return rank, token and slot of the expert's rows in their order."""
+        return [
+            (rank, *place)
+            for rank, chosen in enumerate(self.chosen)
+            for place in (chosen == expert).nonzero().tolist()
+        ]
+
+
+def problem(size: int) -> Problem:
+    experts, (wide, narrow) = LOCAL * size, WIDTHS
+    counts = TOKENS[:size]
+    chosen = [
+        torch.stack([torch.arange(n) % 5 % 2, torch.full((n,), experts - 1)], 1) for n in counts
+    ]
+    return Problem(
+        [noise(r, 1, (n, wide)) for r, n in enumerate(counts)],
+        chosen,
+        [noise(r, 2, (n, 2)) for r, n in enumerate(counts)],
+        noise(0, 3, (experts, narrow, wide)),
+        noise(0, 4, (experts, wide, narrow)),
+        [noise(r, 5, (n, wide)) for r, n in enumerate(counts)],
+    )
+
+
+def defined(given: Problem, name: str) -> dict[str, list[Tensor]]:
+    """Return results and gradients of all ranks; those of weights by expert, unless it has no row."""
+    found = {
+        "y": [torch.zeros_like(each) for each in given.grads],
+        "tokens": [torch.zeros_like(each) for each in given.tokens],
+        "share": [torch.zeros_like(each) for each in given.share],
+        "up": [torch.zeros_like(each) for each in given.up],
+        "down": [torch.zeros_like(each) for each in given.down],
+    }
+    for expert, (up, down) in enumerate(zip(given.up, given.down, strict=True)):
+        where = given.rows(expert)
+        if not where:
+            continue
+        x = torch.stack([given.tokens[r][t] for r, t, _ in where])
+        share = torch.stack([given.share[r][t, slot] for r, t, slot in where])[:, None]
+        grad = torch.stack([given.grads[r][t] for r, t, _ in where])
+        before = product(x, up, name, weight=True)
+        hidden = before.relu()
+        rows = product(hidden, down, name, weight=True)
+        of_rows = grad * share
+        of_hidden = product(of_rows, down.T, name, weight=True) * (before > 0)
+        of_x = product(of_hidden, up.T, name, weight=True)
+        found["down"][expert] = product(of_rows.T, hidden.T, name)
+        found["up"][expert] = product(of_hidden.T, x.T, name)
+        close(found["down"][expert], of_rows.T, hidden, name)
+        close(found["up"][expert], of_hidden.T, x, name)
+        close(of_x, of_hidden, up, name)
+        for (rank, token, slot), row, one in zip(where, rows * share, of_x, strict=True):
+            found["y"][rank][token] += row
+            found["tokens"][rank][token] += one
+            of_share = rows[[each[:3] == (rank, token, slot) for each in where].index(True)]
+            found["share"][rank][token, slot] = (of_share * given.grads[rank][token]).sum()
+    return found
+
+
+def layer(form: Any, name: str, way: str, algorithm: str = "auto") -> dict[str, Tensor]:
+    """Return this rank's result and gradients of two products of experts."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    given, mine = problem(size), slice(LOCAL * rank, LOCAL * (rank + 1))
+    x, share, up, down = (
+        each.clone().requires_grad_()
+        for each in (given.tokens[rank], given.share[rank], given.up[mine], given.down[mine])
+    )
+    chosen, how = given.chosen[rank], {"algorithm": algorithm, "format": name}
+    first, second = up.transpose(1, 2), down.transpose(1, 2)
+    if way == "splits":
+        rows, sent = interlace.experts.permute(x, chosen, LOCAL * size)
+        received = [
+            len([1 for r, *_ in given.rows(expert) if r == source])
+            for expert in range(mine.start, mine.stop)
+            for source in range(size)
+        ]
+        lengths = sent.tolist(), received
+        hidden = form.all_to_all_grouped_matmul(rows, first, *lengths, **how)
+        hidden = (hidden[0] if form is interlace else functional.wait(hidden)).relu()
+        last = {} if form is interlace else {"home_splits": lengths[0]}
+        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **last, **how)
+    elif way == "counted":
+        rows, sent = interlace.experts.permute(x, chosen, LOCAL * size)
+        most = 2 * max(TOKENS)
+        hidden, _ = form.all_to_all_grouped_matmul(
+            rows, first, sent, num_max_rows_per_rank=most, **how
+        )
+        arrived = [len(given.rows(expert)) for expert in range(mine.start, mine.stop)]
+        received = [
+            len([1 for r, *_ in given.rows(expert) if r == source])
+            for expert in range(mine.start, mine.stop)
+            for source in range(size)
+        ]
+        hidden = hidden[: sum(arrived)].relu()
+        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **how)
+    else:
+        most = {"exact": None}.get(way, max(TOKENS))
+        bound: Any = {"num_max_dispatch_tokens_per_rank": most, "algorithm": algorithm}
+        if form is interlace and way == "low latency":
+            about = x, chosen, most, LOCAL * size
+            arrived, handle = interlace.experts.low_latency_dispatch(*about, use_fp8=False)  # type: ignore[arg-type, assignment, misc]
+            handle = handle._replace(topk_weights=share)
+        else:
+            send: Any = functional.dispatch if form is functional else interlace.experts.dispatch
+            if way == "low latency":
+                bound["low_latency"] = True
+            arrived, handle = send(x, chosen, share, LOCAL * size, **bound)
+        hidden = interlace.experts.multiply(arrived, first, format=name).relu()  # type: ignore[arg-type]
+        y = form.grouped_matmul_combine(hidden, second, handle, **how)
+    y = functional.wait(y)
+    y.backward(given.grads[rank])
+    found = {"y": y.detach(), "tokens": x.grad, "share": share.grad, "up": up.grad}
+    return {**found, "down": down.grad}  # type: ignore[dict-item]
+
+
+def check(found: list[dict[str, Tensor]], right: dict[str, list[Tensor]]) -> None:
+    for rank, each in enumerate(found):
+        mine = slice(LOCAL * rank, LOCAL * (rank + 1))
+        for name, tensor in each.items():
+            whole = right[name]
+            expected = torch.stack(whole[mine]) if name in ("up", "down") else whole[rank]
+            if name == "share":  # a sum of torch
+                torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-3)
+            else:
+                assert torch.equal(tensor, expected), name
+
+
+WAYS = [
+    (interlace, "splits"),
+    (interlace, "counted"),
+    (interlace, "exact"),
+    (interlace, "bound"),
+    (interlace, "low latency"),
+    (functional, "splits"),
+    (functional, "exact"),
+    (functional, "bound"),
+    (functional, "low latency"),
+]
+
+
+@pytest.mark.parametrize("name", few(PLAIN, "mxfp8"))
+def test_all_ways_have_the_defined_gradients(name: str) -> None:
+    right = defined(problem(3), name)
+    for form, way in WAYS:
+        check(interlace.run(layer, 3, form, name, way), right)
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
+def test_all_algorithms_have_the_defined_gradients(algorithm: str) -> None:
+    right = defined(problem(2), "mxfp8")
+    for way in ("splits", "bound"):
+        check(interlace.run(layer, 2, interlace, "mxfp8", way, algorithm), right)
+
+
+COUNTS = ([35, 0], [0, 3], [2, 0])
+"""Rows of each rank, by expert."""
+
+
+def gathered(form: Any, name: str, algorithm: str = "auto") -> None:
+    """Compare a gather of rows and its gradients with their definition, or the format's bound."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    sent = COUNTS[:size]
+    wide, narrow = WIDTHS
+    inputs = [noise(r, 1, (sum(each), wide)) for r, each in enumerate(sent)]
+    weights = [noise(r, 2, (2, narrow, wide)) for r in range(size)]
+    x, w = (each[rank].clone().requires_grad_() for each in (inputs, weights))
+    bias = noise(rank, 3, (2, narrow)).requires_grad_()
+    lengths = [each[expert] for expert in range(2) for each in sent]
+    how: Any = {"bias": bias, "format": name, "algorithm": algorithm}
+    y: Any = form.all_gather_grouped_matmul(x, w.transpose(1, 2), sent[rank], lengths, **how)
+    y = y[0] if form is interlace else functional.wait(y)
+    grads = [noise(r, 4, y.shape) for r in range(size)]
+    y.backward(grads[rank])
+    of_x = torch.zeros(len(y), wide)
+    counts = [sum(each) for each in zip(*sent, strict=True)]
+    parts = [
+        torch.split(each, list(each_counts)) for each, each_counts in zip(inputs, sent, strict=True)
+    ]
+    rows = [torch.cat(each) for each in zip(*parts, strict=True)]
+    begin = 0
+    for expert, count in enumerate(counts):
+        own = slice(begin, begin + count)
+        begin += count
+        close(y[own] - bias[expert], rows[expert], weights[rank][expert].T, name)
+        close(w.grad[expert], grads[rank][own].T, rows[expert], name)  # type: ignore[index]
+        if name in PLAIN:
+            assert torch.equal(w.grad[expert], product(grads[rank][own].T, rows[expert].T, name))  # type: ignore[index]
+            for grad, weight in zip(grads, weights, strict=True):
+                of_x[own] += product(grad[own], weight[expert].T, name, weight=True)
+            assert torch.equal(bias.grad[expert], grads[rank][own].sum(0))  # type: ignore[index]
+    if name in PLAIN:
+        by_expert = torch.split(of_x, counts)
+        mine = [
+            torch.split(each, [one[expert] for one in sent])[rank]
+            for expert, each in enumerate(by_expert)
+        ]
+        assert torch.equal(x.grad, torch.cat(mine))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp8", "nvfp4"))
+def test_gathered_rows_have_the_gradients_of_the_format(name: str) -> None:
+    interlace.run(gathered, 3, interlace, name)
+
+
+def test_gathered_rows_have_them_with_every_algorithm() -> None:
+    for algorithm in ("pipelined", "unfused"):
+        interlace.run(gathered, 3, interlace, "mxfp8", algorithm)
+    interlace.run(gathered, 3, functional, "mxfp8")
+
+
+def experts_layer(around: Any = lambda layer: layer, **options: Any) -> list[Tensor]:
+    """Return the output of a layer of experts, and the gradients of the input and the parameters."""
+    rank = interlace.get_rank()
+    torch.manual_seed(0)
+    layer = nn.MoE(64, 40, 4, 2, gated=True, shared_size=8, **options)
+    x = noise(rank, 1, (7 - 4 * rank, 64)).requires_grad_()
+    y = around(layer)(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(each.grad for each in layer.parameters())]  # type: ignore[list-item]
+
+
+def compiled(layer: Any) -> Any:
+    return torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+
+def test_the_layer_is_the_same_by_splits_by_a_dispatch_and_compiled() -> None:
+    plain = interlace.run(experts_layer, 2)
+    right = interlace.run(experts_layer, 2, format="mxfp8")
+    by_dispatch: Any = {"format": "mxfp8", "num_max_dispatch_tokens_per_rank": 7}
+    others = [
+        interlace.run(experts_layer, 2, **by_dispatch),
+        interlace.run(experts_layer, 2, compiled, format="mxfp8", place="shm"),
+    ]
+    for rank in range(2):
+        for one, other in zip(right[rank], plain[rank], strict=True):
+            assert not torch.equal(one, other)
+            assert (one - other).norm() < 0.2 * other.norm()
+        for found in others:
+            for one, other in zip(found[rank], right[rank], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+X, W = noise(0, 1, (3, 64)), noise(0, 2, (1, 64, 8))
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"format": "fp8"}, ValueError, "format must be one of fp8_block128, mxfp8"),
+        ({"return_received": True}, ValueError, "return_received returns the sent data"),
+        ({"weight": W[:, :32]}, ValueError, "weight has 32 rows, input has k = 64"),
+        ({"weight": W[0]}, ValueError, r"weight must be \(experts, k, n\), got shape \(64, 8\)"),
+        ({"weight": W.int()}, TypeError, "weight must be a float tensor that format= quantizes"),
+        ({"input": quantize(X, "mxfp4")}, ValueError, "format is 'mxfp8', input is in mxfp4"),
+    ],
+)
+@pytest.mark.parametrize("form", [interlace, functional])
+@ranks(2, place="sim")
+def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
+    form: Any, how: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    given: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
+    if interlace.get_rank():
+        given.update(how)
+    for learning in (False, True):
+        given["bias"] = torch.zeros(1, 8, requires_grad=learning)
+        with pytest.raises(error, match=words if interlace.get_rank() else "rank 1|differ"):
+            form.all_to_all_grouped_matmul(**given, input_splits=[1, 2], output_splits=[1, 1])
+
+
+@pytest.mark.parametrize("other", ["mxfp8_e5m2", None])
+@ranks(2, place="sim")
+def test_ranks_compare_the_format(other: Any) -> None:
+    rank, one_token = interlace.get_rank(), torch.tensor([[0], [0], [1]])
+    words = f"format.* differs between ranks: mxfp8 on rank 0, {other} on rank 1"
+    how: Any = {"format": ("mxfp8", other)[rank]}
+    for form in (interlace, functional):
+        sent = {} if form is interlace else {"home_splits": [2, 1]}
+        for op, operands, more in (
+            (form.all_gather_matmul, (X, W[0]), {}),
+            (form.matmul_all_reduce, (X, W[0]), {}),
+            (form.all_gather_grouped_matmul, (X, W, [3], [3, 3]), {}),
+            (form.grouped_matmul_combine, (X, W, [2, 1], one_token), sent),
+        ):
+            with pytest.raises(ValueError, match=words):
+                op(*operands, **more, **how)
+    layer = nn.MoE(64, 8, 2, 1, **how)
+    with pytest.raises(ValueError, match=words):
+        layer(X)
