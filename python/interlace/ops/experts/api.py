@@ -553,8 +553,7 @@ def grouped_matmul_combine(
     topk_weights : ``(t, K)``, the factors of rows, in fp32 and on the tokens' rank. None: the weights of
         the handle, or a plain sum.
     bias : ``(E / W, n)``, added to every row before it is weighted.
-    algorithm, out_dtype, format : as for :func:`interlace.all_gather_grouped_matmul`. With "nvfp4" and a
-        handle, rows of ``input`` without a token must be finite, too.
+    algorithm, out_dtype, format : as for :func:`interlace.all_gather_grouped_matmul`.
     group : the handle's group, if there is a handle.
 
     Returns ``(t, n)``, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it: the sum over slots

@@ -687,11 +687,9 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
         parts = torch.split(grad.to(kept.dtype), splits.of_experts)
     if "input" in ctx.needed and (grad is not None or of_rows is not None):
         if parts:
-            factors = enumerate(parts)
-            found_rows = torch.cat(
-                [product(part, weight[e].t(), ctx.format) for e, part in factors]
-            )
-            of_rows = found_rows if of_rows is None else of_rows + found_rows
+            pairs = zip(parts, weight.transpose(1, 2), strict=True)
+            products = torch.cat([product(*pair, ctx.format, by_row=True) for pair in pairs])
+            of_rows = products if of_rows is None else of_rows + products
         assert of_rows is not None
         rows = splits.by_source(of_rows)
         if op == GATHER:

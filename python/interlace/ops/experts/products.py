@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from interlace.arguments import checks
 from interlace.arguments.words import BlockFormatName
 from interlace.ops.experts.routing import Received
-from interlace.ops.matmul.block_scaled import product, product_of_rows
+from interlace.ops.matmul.block_scaled import product, product_of_rows, refuse_second_gradient
 from interlace.ops.matmul.formats import format_named
 from interlace.runtime.compat.torch_modes import modes_active
 
@@ -115,7 +115,7 @@ def multiplied(x: Tensor, weight: Tensor, segments: Tensor, format: str) -> Tens
     following = [*(rows.start for rows in where[1:]), x.shape[0]]
     products = []
     for expert, (rows, end) in enumerate(zip(where, following, strict=True)):
-        found = product(x[rows], weight[expert], format)
+        found = product(x[rows], weight[expert], format, by_row=True)
         products.append(F.pad(found, (0, 0, 0, end - rows.stop)))
     return torch.cat(products)
 
@@ -138,6 +138,8 @@ def _save_for_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if ctx.format:
+        refuse_second_gradient()
     return (*_multiply_backward(grad, *ctx.saved_tensors, ctx.format), None, None)
 
 

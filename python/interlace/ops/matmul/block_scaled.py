@@ -74,6 +74,12 @@ def _refuse(*_: Any) -> Any:
     raise RuntimeError("interlace's ops on block-scaled operands have no gradients")
 
 
+def refuse_second_gradient() -> None:
+    """Raise an error in a backward that autograd records."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradients of products in a block-scaled format have no gradients")
+
+
 def with_format(op: Op) -> Op:
     """Return the op for block-scaled operands: the same op with a ``format``."""
     if f"block_scaled_{op.name}" in OPS:
@@ -128,8 +134,7 @@ def _of_floats(gradient: OpGradient) -> OpGradient:
         gradient.save(ctx, record, output)
 
     def backward(ctx: Any, grad: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("gradients of products in a block-scaled format have no gradients")
+        refuse_second_gradient()
         return gradient.backward(ctx, grad)
 
     return OpGradient(save, backward)
@@ -404,6 +409,8 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
         if each.dim() != dims:
             raise ValueError(f"{name} must be {shape}, got shape {tuple(each.shape)}")
         kind.check_shape(name, each.mT.shape)
+        if requires_gradients(input):  # its gradient has blocks along n
+            kind.check_shape(name, each.shape)
         inner_length(name, each.shape[-2], input)
     gathers = hasattr(record, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
@@ -424,8 +431,9 @@ def quantize_record(record: Any) -> Any:
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
     _check_numbers(record, packed=True)
-    columns = [packed_weight(each, record.format) for each in weights]
-    rows = packed_rows(quantize(input, record.format))
+    by_row = _is_of_experts(record)
+    columns = [packed_weight(each, record.format, by_row=by_row) for each in weights]
+    rows = quantized_rows(input, record.format, False, by_row)
     fields = {"input": rows, name: columns if several else columns[0]}
     return dataclasses.replace(record, out_dtype=record.out_dtype or input.dtype, **fields)
 
@@ -434,9 +442,33 @@ def _as_weight(weight: Any, format: str) -> Scaled:
     return quantize(weight.mT, format, weight=True).t()  # type: ignore[arg-type]
 
 
-def packed_weight(weight: torch.Tensor, format: str) -> torch.Tensor:
+def packed_weight(weight: torch.Tensor, format: str, *, by_row: bool) -> torch.Tensor:
     """Return packed columns of a weight ``(k, n)``, which may be packed already."""
-    return weight if weight.dtype == torch.uint8 else packed_rows(_as_weight(weight, format))
+    if weight.dtype == torch.uint8:
+        return weight
+    columns: torch.Tensor = quantized_rows(weight.mT, format, True, by_row)
+    return columns.mT
+
+
+# One node of a graph: inductor has no code for float8_e8m0fnu on a CPU.
+@torch.library.custom_op("interlace::quantize_rows", mutates_args=())
+def quantized_rows(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> torch.Tensor:
+    """Return the packed rows of floats; ``by_row``: with nvfp4, every row has its own ``whole``.
+
+    The ops of experts need that, as rows without a token may have any values.
+    """
+    kind, whole = format_named(format), None
+    if by_row and kind.whole:
+        with_zero = torch.nn.functional.pad(rows.float().abs(), (0, 1))  # k may be 0
+        whole = kind.whole_of(with_zero.amax(-1, keepdim=True))
+    return packed_rows(quantize(rows, kind.name, weight=weight, whole=whole))  # type: ignore[arg-type]
+
+
+@quantized_rows.register_fake
+def _(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> torch.Tensor:
+    *leading, numbers = rows.shape
+    row_bytes = format_named(format).row_bytes(numbers)
+    return rows.new_empty((*leading, row_bytes), dtype=torch.uint8)
 
 
 def packed_by_functional(
@@ -483,10 +515,13 @@ def _check_scales(name: str, operand: Scaled) -> None:
             operand.check_scales()
 
 
+def _is_of_experts(record: Any) -> bool:
+    return any(hasattr(record, name) for name in OF_EXPERTS)
+
+
 def _dimensions_of_weight(record: Any) -> tuple[int, str]:
     """Return the number of dimensions of a record's weights, and their names."""
-    by_expert = any(hasattr(record, name) for name in OF_EXPERTS)
-    return (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
+    return (3, "(experts, k, n)") if _is_of_experts(record) else (2, "(k, n)")
 
 
 def _check(operands: Sequence[Any], name: str, record: Any) -> None:
@@ -545,7 +580,8 @@ def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
     of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
     if of_parts.shape[1] % FORMATS[format].packed:  # two numbers share a byte: add a row of zeros
         of_parts = torch.nn.functional.pad(of_parts, (0, 0, 0, 1))
-    return packed_rows(quantize(of_parts.mT, format))  # type: ignore[arg-type]
+    packed: torch.Tensor = quantized_rows(of_parts.mT, format, False, False)
+    return packed
 
 
 def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
@@ -570,16 +606,22 @@ def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def product(
-    left: torch.Tensor, weight: torch.Tensor, format: str, out_dtype: torch.dtype | None = None
+    left: torch.Tensor,
+    weight: torch.Tensor,
+    format: str,
+    out_dtype: torch.dtype | None = None,
+    *,
+    by_row: bool = False,
 ) -> torch.Tensor:
     """Return ``left @ weight`` in a format, in the dtype of ``left`` or another.
 
-    ``weight`` may be packed columns. Without a format it is torch's product, which has gradients.
+    ``weight`` may be packed columns. ``by_row``: see :func:`quantized_rows`. Without a format it is torch's
+    product, which has gradients.
     """
     if not format:
         return left @ weight
     left = left.detach()
-    rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
-    columns = packed_weight(weight, format).mT
+    rows = quantized_rows(left.flatten(0, -2), format, False, by_row)
+    columns = packed_weight(weight.detach(), format, by_row=by_row).mT
     result: torch.Tensor = multiply_parts(rows[None], columns[None], format)
     return result.to(out_dtype or left.dtype).view(*left.shape[:-1], weight.shape[1])

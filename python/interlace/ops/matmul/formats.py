@@ -109,6 +109,10 @@ class BlockFormat:
                 f"{tuple(shape)}"
             )
 
+    def whole_of(self, most: Tensor) -> Tensor:
+        """Return the scale of the whole tensor for numbers whose largest absolute value is ``most``."""
+        return (most / (LARGEST[self.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
+
     def packed_rows(self, rows: Tensor) -> Tensor:
         """Quantise and pack rows of numbers ``[..., rows, k]``; the scale of the whole tensor is 1."""
         whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
@@ -493,8 +497,7 @@ def quantize(
     tiles = _tiles(numbers, kind.block, across)
     largest = tiles.abs().amax((-3, -1))  # [..., bands, blocks]
     if kind.whole and whole is None:
-        most = largest.amax() if largest.numel() else largest.new_zeros(())
-        whole = (most / (LARGEST[kind.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
+        whole = kind.whole_of(largest.amax() if largest.numel() else largest.new_zeros(()))
     if whole is not None:
         largest = largest / whole
     # Divide by a tensor: for a number, torch on a GPU multiplies with its reciprocal.
