@@ -189,6 +189,49 @@ def test_all_algorithms_have_the_defined_gradients(algorithm: str) -> None:
         check(interlace.run(layer, 2, interlace, "mxfp8", way, algorithm), right)
 
 
+def test_with_nvfp4_no_row_depends_on_another() -> None:
+    """The rows of experts have a scale each: some ways quantise an expert's rows, others a rank's."""
+    right = interlace.run(layer, 2, interlace, "nvfp4", "splits")
+    for form, way in ((interlace, "bound"), (interlace, "low latency"), (functional, "exact")):
+        for found, expected in zip(interlace.run(layer, 2, form, "nvfp4", way), right, strict=True):
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "nvfp4"))
+@ranks(2, place="sim")
+def test_unused_rows_may_have_any_values(name: Any) -> None:
+    """A low-latency dispatch has room for more rows than it brings."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    x, chosen = noise(rank, 1, (3, 64)), torch.tensor([[0], [1], [0]])
+    w = noise(rank, 2, (1, 64, 8)).requires_grad_()
+    received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, size, use_fp8=False)  # type: ignore[misc]
+    found = []
+    for unused in (0.0, 1e3, float("nan")):
+        rows = received.x.clone()
+        rows[0, int(received.num_tokens_per_expert[0]) :] = unused
+        rows.requires_grad_()
+        y: Any = interlace.grouped_matmul_combine(rows, w, handle, format=name)
+        found.append([y, *torch.autograd.grad(y.square().sum(), (rows, w))])
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "fp8_block128", "nvfp4"))
+@ranks(2, place="sim")
+def test_counts_stay_on_the_device(name: Any) -> None:
+    rank = interlace.get_rank()
+    x, w = noise(rank, 1, (7, WIDTHS[0])), noise(rank, 2, (2, WIDTHS[0], 20))
+    sent = torch.tensor(([1, 4, 0, 2], [2, 0, 3, 1])[rank])
+    bound: Any = {"num_max_rows_per_rank": 9, "format": name}
+    for algorithm in ("fused", "unfused"):
+        y, handle = interlace.all_to_all_grouped_matmul(x, w, sent, algorithm=algorithm, **bound)  # type: ignore[arg-type, misc]
+        right, splits = interlace.all_to_all_grouped_matmul(x[: sum(sent)], w, sent, format=name)  # type: ignore[misc]
+        assert torch.equal(handle.segments[..., 1], splits)
+        assert torch.equal(y[: len(right)], right)
+        assert not y[len(right) :].any()
+
+
 COUNTS = ([35, 0], [0, 3], [2, 0])
 """Rows of each rank, by expert."""
 
@@ -275,6 +318,42 @@ def test_the_layer_is_the_same_by_splits_by_a_dispatch_and_compiled() -> None:
         for found in others:
             for one, other in zip(found[rank], right[rank], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def by_inductor(name: Any) -> None:
+    """Inductor has no code for all dtypes of the formats."""
+    x, w = noise(0, 1, (5, 64)), noise(0, 2, (2, 8, 64))
+
+    def loss(w: Tensor) -> Tensor:
+        given = x, w.transpose(1, 2), [2, 3], [2, 3]
+        rows: Any = functional.all_to_all_grouped_matmul(*given, format=name)
+        return functional.wait(rows).square().sum()
+
+    grads = []
+    for each in (loss, torch.compile(loss, fullgraph=True)):
+        weight = w.clone().requires_grad_()
+        each(weight).backward()
+        grads.append(weight.grad)
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+
+
+def test_inductor_compiles_gradients() -> None:
+    interlace.run(by_inductor, 1, "mxfp8")
+
+
+@ranks(2, place="sim")
+def test_a_gradient_has_no_gradient_and_blocks_along_an_odd_n_are_refused_in_forward() -> None:
+    w = W.clone().requires_grad_()
+    received, _ = interlace.experts.dispatch(X, torch.tensor([[0], [1], [0]]), None, 2)  # type: ignore[misc]
+    for y in (
+        interlace.experts.multiply(received, w, format="mxfp8"),
+        interlace.all_to_all_grouped_matmul(X, w, [1, 2], format="mxfp8")[0],  # type: ignore[index]
+    ):
+        with pytest.raises(RuntimeError, match="in a block-scaled format have no gradients"):
+            torch.autograd.grad(y.square().sum(), w, create_graph=True)
+    x = X.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"dimension of weight must be even, got \(1, 64, 7\)"):
+        interlace.all_to_all_grouped_matmul(x, W[..., :7], [1, 2], format="nvfp4")
 
 
 X, W = noise(0, 1, (3, 64)), noise(0, 2, (1, 64, 8))

@@ -41,6 +41,7 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.block_scaled import quantize_record
+from interlace.ops.matmul.formats import OPERAND_FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -192,14 +193,17 @@ def _prepare(
     if algorithm != "fused":
         return _by_torch, (call, splits, output, segments), (algorithm,)
     mean = max(1, call.max_rows // splits.numel())  # rows of a segment
-    extents = mean, columns, inner
-    chosen = configuration.choose(communicator.place, call.input.dtype, *extents, grouped=True)
+    kind, extents = OPERAND_FORMATS.get(call.format), (mean, columns, inner)
+    chosen = configuration.choose(
+        communicator.place, call.input.dtype, *extents, grouped=True,
+        fast_accum=kind is None or kind.fast_accum,
+    )  # fmt: skip
     size = formulas.chunk_rows([mean], chosen.block_m, chosen.chunks)
     sizes = CountedSizes(call.max_rows, size, world_size, experts)
     tables = sizes.sends(splits, communicator.rank), sizes.count_lines(splits)
     tensors = (call.input, call.weight, call.bias, *tables, output, segments)
     terms = (*terms_of(call, world_size * experts), ("n of weight", columns))
-    return _planned, tensors, (sizes, chosen, call.activation, terms)
+    return _planned, tensors, (sizes, chosen, call.activation, call.format, terms)
 
 
 def checked_splits(communicator: Communicator, call: GroupedArguments) -> Tensor:
@@ -252,6 +256,7 @@ def _on_device(
     sizes: CountedSizes,
     chosen: Configuration,
     activation: str,
+    format: str,
     terms: Terms,
 ) -> PreparedCall:
     """Run the kernel; counts stay on the device."""
@@ -259,7 +264,8 @@ def _on_device(
     def start() -> Outcome:
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
         name_algorithm("fused")
-        linear = Linear(weight, bias, output, activation=activation)
+        kind = OPERAND_FORMATS.get(format)
+        linear = Linear(weight, bias, output, activation=activation, format=kind)
         op = CountedMatmul(communicator, input, linear, segments)
         return Outcome([output, segments], op.fused(sends, lines, sizes, chosen))
 

@@ -28,7 +28,7 @@ from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing, current, with_context
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.tuning import FUSED_DTYPES
+from interlace.runtime.tuning.tuning import MULTIPLIED_DTYPES
 
 MOST = "most tokens of a rank"
 DISPATCHES = "dispatches"
@@ -383,7 +383,7 @@ def on_device(
 ) -> str:
     """Return the algorithm of products with counts on the device; "auto" avoids waits of the host."""
     algorithm = resolve_algorithm(communicator, algorithm)
-    fits = {weight.dtype, dtype} <= set(FUSED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
+    fits = {weight.dtype, dtype} <= set(MULTIPLIED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
     return algorithm if fits else "unfused"
 
 
