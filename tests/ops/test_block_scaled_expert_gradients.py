@@ -212,7 +212,11 @@ def test_unused_rows_may_have_any_values(name: Any) -> None:
         rows[0, int(received.num_tokens_per_expert[0]) :] = unused
         rows.requires_grad_()
         y: Any = interlace.grouped_matmul_combine(rows, w, handle, format=name)
-        found.append([y, *torch.autograd.grad(y.square().sum(), (rows, w))])
+        grads = torch.autograd.grad(y.square().sum(), (rows, w))
+        with torch.no_grad():
+            scaled = quantize(w.mT, name, weight=True).t()
+            mixed: Any = interlace.grouped_matmul_combine(rows, scaled, handle, format=name)
+        found.append([y, mixed, *grads])
     for each in found[1:]:
         assert all(map(torch.equal, each, found[0]))
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from interlace.arguments import checks
 from interlace.arguments.words import BlockFormatName
@@ -116,7 +115,7 @@ def multiplied(x: Tensor, weight: Tensor, segments: Tensor, format: str) -> Tens
     products = []
     for expert, (rows, end) in enumerate(zip(where, following, strict=True)):
         found = product(x[rows], weight[expert], format, by_row=True)
-        products.append(F.pad(found, (0, 0, 0, end - rows.stop)))
+        products += [found, found.new_zeros(end - rows.stop, found.shape[1])]
     return torch.cat(products)
 
 

@@ -329,8 +329,8 @@ def pack(record: Any, *, check_scales: bool) -> Any:
 
     If a format is requested and all operands are floats, they stay, as the op quantises them.
     """
-    name, several, operands = _factors(record)
-    dim = getattr(record, "gather_dim", 0)
+    name, several, passed = _factors(record)
+    operands, dim = passed, getattr(record, "gather_dim", 0)
     if isinstance(record.input, Scaled) and dim in (-1, record.input.values.dim() - 1):
         raise ValueError(
             f"gather_dim={dim} is k, the last dimension of input and the dimension of its blocks: gather "
@@ -349,7 +349,7 @@ def pack(record: Any, *, check_scales: bool) -> Any:
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
         _check(operands[: index + 1], operand_name, record)
-        if check_scales:
+        if check_scales and passed[index] is each:
             _check_scales(operand_name, each)
     biases = record.biases if name == "weights" else record.bias
     all_biases = biases if isinstance(biases, (list, tuple)) else [biases]
@@ -376,10 +376,11 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
     if not are_scaled(*operands):
         _check_numbers(record)
         return operands
-    input, *weights = operands
-    matrices = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
-    for weight in weights:
-        matrices.append(weight if isinstance(weight, Scaled) else _as_weight(weight, kind.name))
+    (input, *weights), by_row = operands, _is_of_experts(record)
+    matrices = [input if isinstance(input, Scaled) else _quantized(input, kind.name, False, by_row)]
+    for each in weights:
+        scaled = isinstance(each, Scaled)
+        matrices.append(each if scaled else _quantized(each.mT, kind.name, True, by_row).t())
     if matrices[0].format != kind.name:
         raise ValueError(f"format is {kind.name!r}, input is in {matrices[0].format}")
     return matrices
@@ -438,8 +439,16 @@ def quantize_record(record: Any) -> Any:
     return dataclasses.replace(record, out_dtype=record.out_dtype or input.dtype, **fields)
 
 
-def _as_weight(weight: Any, format: str) -> Scaled:
-    return quantize(weight.mT, format, weight=True).t()  # type: ignore[arg-type]
+def _quantized(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> Scaled:
+    """Quantise floats; ``by_row``: with nvfp4, every row has its own ``whole``.
+
+    The ops of experts need that, as rows without a token may have any values.
+    """
+    kind, whole = format_named(format), None
+    if by_row and kind.whole:
+        with_zero = torch.nn.functional.pad(rows.float().abs(), (0, 1))  # k may be 0
+        whole = kind.whole_of(with_zero.amax(-1, keepdim=True))
+    return quantize(rows, kind.name, weight=weight, whole=whole)  # type: ignore[arg-type]
 
 
 def packed_weight(weight: torch.Tensor, format: str, *, by_row: bool) -> torch.Tensor:
@@ -453,15 +462,8 @@ def packed_weight(weight: torch.Tensor, format: str, *, by_row: bool) -> torch.T
 # One node of a graph: inductor has no code for float8_e8m0fnu on a CPU.
 @torch.library.custom_op("interlace::quantize_rows", mutates_args=())
 def quantized_rows(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> torch.Tensor:
-    """Return the packed rows of floats; ``by_row``: with nvfp4, every row has its own ``whole``.
-
-    The ops of experts need that, as rows without a token may have any values.
-    """
-    kind, whole = format_named(format), None
-    if by_row and kind.whole:
-        with_zero = torch.nn.functional.pad(rows.float().abs(), (0, 1))  # k may be 0
-        whole = kind.whole_of(with_zero.amax(-1, keepdim=True))
-    return packed_rows(quantize(rows, kind.name, weight=weight, whole=whole))  # type: ignore[arg-type]
+    """Return the packed rows of :func:`_quantized`."""
+    return packed_rows(_quantized(rows, format, weight, by_row))
 
 
 @quantized_rows.register_fake
