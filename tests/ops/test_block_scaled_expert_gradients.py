@@ -59,22 +59,22 @@ def problem(size: int) -> Problem:
     )
 
 
-def defined(given: Problem, name: str) -> dict[str, list[Tensor]]:
-    """Return results and gradients of all ranks; those of weights by expert, unless it has no row."""
+def definition(case: Problem, name: str) -> dict[str, list[Tensor]]:
+    """Return the results and gradients of all ranks. Gradients of weights are by expert."""
     found = {
-        "y": [torch.zeros_like(each) for each in given.grads],
-        "tokens": [torch.zeros_like(each) for each in given.tokens],
-        "share": [torch.zeros_like(each) for each in given.share],
-        "up": [torch.zeros_like(each) for each in given.up],
-        "down": [torch.zeros_like(each) for each in given.down],
+        "y": [torch.zeros_like(tensor) for tensor in case.grads],
+        "tokens": [torch.zeros_like(tensor) for tensor in case.tokens],
+        "share": [torch.zeros_like(tensor) for tensor in case.share],
+        "up": [torch.zeros_like(tensor) for tensor in case.up],
+        "down": [torch.zeros_like(tensor) for tensor in case.down],
     }
-    for expert, (up, down) in enumerate(zip(given.up, given.down, strict=True)):
-        where = given.rows(expert)
+    for expert, (up, down) in enumerate(zip(case.up, case.down, strict=True)):
+        where = case.rows(expert)
         if not where:
             continue
-        x = torch.stack([given.tokens[r][t] for r, t, _ in where])
-        share = torch.stack([given.share[r][t, slot] for r, t, slot in where])[:, None]
-        grad = torch.stack([given.grads[r][t] for r, t, _ in where])
+        x = torch.stack([case.tokens[r][t] for r, t, _ in where])
+        share = torch.stack([case.share[r][t, slot] for r, t, slot in where])[:, None]
+        grad = torch.stack([case.grads[r][t] for r, t, _ in where])
         before = product(x, up, name, weight=True)
         hidden = before.relu()
         rows = product(hidden, down, name, weight=True)
@@ -89,47 +89,47 @@ def defined(given: Problem, name: str) -> dict[str, list[Tensor]]:
         for (rank, token, slot), row, one in zip(where, rows * share, of_x, strict=True):
             found["y"][rank][token] += row
             found["tokens"][rank][token] += one
-            of_share = rows[[each[:3] == (rank, token, slot) for each in where].index(True)]
-            found["share"][rank][token, slot] = (of_share * given.grads[rank][token]).sum()
+            of_share = rows[[place[:3] == (rank, token, slot) for place in where].index(True)]
+            found["share"][rank][token, slot] = (of_share * case.grads[rank][token]).sum()
     return found
 
 
-def layer(form: Any, name: str, way: str, algorithm: str = "auto") -> dict[str, Tensor]:
+def layer_results(form: Any, name: str, way: str, algorithm: str = "auto") -> dict[str, Tensor]:
     """Return this rank's result and gradients of two products of experts."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    given, mine = problem(size), slice(LOCAL * rank, LOCAL * (rank + 1))
+    case, local = problem(size), slice(LOCAL * rank, LOCAL * (rank + 1))
     x, share, up, down = (
-        each.clone().requires_grad_()
-        for each in (given.tokens[rank], given.share[rank], given.up[mine], given.down[mine])
+        tensor.clone().requires_grad_()
+        for tensor in (case.tokens[rank], case.share[rank], case.up[local], case.down[local])
     )
-    chosen, how = given.chosen[rank], {"algorithm": algorithm, "format": name}
+    chosen, options = case.chosen[rank], {"algorithm": algorithm, "format": name}
     first, second = up.transpose(1, 2), down.transpose(1, 2)
     if way == "splits":
         rows, sent = interlace.experts.permute(x, chosen, LOCAL * size)
         received = [
-            len([1 for r, *_ in given.rows(expert) if r == source])
-            for expert in range(mine.start, mine.stop)
+            len([1 for r, *_ in case.rows(expert) if r == source])
+            for expert in range(local.start, local.stop)
             for source in range(size)
         ]
         lengths = sent.tolist(), received
-        hidden = form.all_to_all_grouped_matmul(rows, first, *lengths, **how)
+        hidden = form.all_to_all_grouped_matmul(rows, first, *lengths, **options)
         hidden = (hidden[0] if form is interlace else functional.wait(hidden)).relu()
         last = {} if form is interlace else {"home_splits": lengths[0]}
-        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **last, **how)
+        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **last, **options)
     elif way == "counted":
         rows, sent = interlace.experts.permute(x, chosen, LOCAL * size)
         most = 2 * max(TOKENS)
         hidden, _ = form.all_to_all_grouped_matmul(
-            rows, first, sent, num_max_rows_per_rank=most, **how
+            rows, first, sent, num_max_rows_per_rank=most, **options
         )
-        arrived = [len(given.rows(expert)) for expert in range(mine.start, mine.stop)]
+        arrived = [len(case.rows(expert)) for expert in range(local.start, local.stop)]
         received = [
-            len([1 for r, *_ in given.rows(expert) if r == source])
-            for expert in range(mine.start, mine.stop)
+            len([1 for r, *_ in case.rows(expert) if r == source])
+            for expert in range(local.start, local.stop)
             for source in range(size)
         ]
         hidden = hidden[: sum(arrived)].relu()
-        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **how)
+        y = form.grouped_matmul_combine(hidden, second, received, chosen, share, **options)
     else:
         most = {"exact": None}.get(way, max(TOKENS))
         bound: Any = {"num_max_dispatch_tokens_per_rank": most, "algorithm": algorithm}
@@ -143,19 +143,19 @@ def layer(form: Any, name: str, way: str, algorithm: str = "auto") -> dict[str, 
                 bound["low_latency"] = True
             arrived, handle = send(x, chosen, share, LOCAL * size, **bound)
         hidden = interlace.experts.multiply(arrived, first, format=name).relu()  # type: ignore[arg-type]
-        y = form.grouped_matmul_combine(hidden, second, handle, **how)
+        y = form.grouped_matmul_combine(hidden, second, handle, **options)
     y = functional.wait(y)
-    y.backward(given.grads[rank])
+    y.backward(case.grads[rank])
     found = {"y": y.detach(), "tokens": x.grad, "share": share.grad, "up": up.grad}
     return {**found, "down": down.grad}  # type: ignore[dict-item]
 
 
 def check(found: list[dict[str, Tensor]], right: dict[str, list[Tensor]]) -> None:
-    for rank, each in enumerate(found):
-        mine = slice(LOCAL * rank, LOCAL * (rank + 1))
-        for name, tensor in each.items():
+    for rank, results in enumerate(found):
+        local = slice(LOCAL * rank, LOCAL * (rank + 1))
+        for name, tensor in results.items():
             whole = right[name]
-            expected = torch.stack(whole[mine]) if name in ("up", "down") else whole[rank]
+            expected = torch.stack(whole[local]) if name in ("up", "down") else whole[rank]
             if name == "share":  # a sum of torch
                 torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-3)
             else:
@@ -177,23 +177,25 @@ WAYS = [
 
 @pytest.mark.parametrize("name", few(PLAIN, "mxfp8"))
 def test_all_ways_have_the_defined_gradients(name: str) -> None:
-    right = defined(problem(3), name)
+    right = definition(problem(3), name)
     for form, way in WAYS:
-        check(interlace.run(layer, 3, form, name, way), right)
+        check(interlace.run(layer_results, 3, form, name, way), right)
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
 def test_all_algorithms_have_the_defined_gradients(algorithm: str) -> None:
-    right = defined(problem(2), "mxfp8")
+    right = definition(problem(2), "mxfp8")
     for way in ("splits", "bound"):
-        check(interlace.run(layer, 2, interlace, "mxfp8", way, algorithm), right)
+        check(interlace.run(layer_results, 2, interlace, "mxfp8", way, algorithm), right)
 
 
 def test_with_nvfp4_no_row_depends_on_another() -> None:
     """The rows of experts have a scale each: some ways quantise an expert's rows, others a rank's."""
-    right = interlace.run(layer, 2, interlace, "nvfp4", "splits")
+    right = interlace.run(layer_results, 2, interlace, "nvfp4", "splits")
     for form, way in ((interlace, "bound"), (interlace, "low latency"), (functional, "exact")):
-        for found, expected in zip(interlace.run(layer, 2, form, "nvfp4", way), right, strict=True):
+        for found, expected in zip(
+            interlace.run(layer_results, 2, form, "nvfp4", way), right, strict=True
+        ):
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
@@ -217,8 +219,8 @@ def test_unused_rows_may_have_any_values(name: Any) -> None:
             scaled = quantize(w.mT, name, weight=True).t()
             mixed: Any = interlace.grouped_matmul_combine(rows, scaled, handle, format=name)
         found.append([y, mixed, *grads])
-    for each in found[1:]:
-        assert all(map(torch.equal, each, found[0]))
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
 
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "fp8_block128", "nvfp4"))
@@ -240,56 +242,54 @@ COUNTS = ([35, 0], [0, 3], [2, 0])
 """Rows of each rank, by expert."""
 
 
-def gathered(form: Any, name: str, algorithm: str = "auto") -> None:
+def check_gather(form: Any, name: str, algorithm: str = "auto") -> None:
     """Compare a gather of rows and its gradients with their definition, or the format's bound."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     sent = COUNTS[:size]
     wide, narrow = WIDTHS
-    inputs = [noise(r, 1, (sum(each), wide)) for r, each in enumerate(sent)]
+    inputs = [noise(r, 1, (sum(counts), wide)) for r, counts in enumerate(sent)]
     weights = [noise(r, 2, (2, narrow, wide)) for r in range(size)]
-    x, w = (each[rank].clone().requires_grad_() for each in (inputs, weights))
+    x, w = (tensors[rank].clone().requires_grad_() for tensors in (inputs, weights))
     bias = noise(rank, 3, (2, narrow)).requires_grad_()
-    lengths = [each[expert] for expert in range(2) for each in sent]
-    how: Any = {"bias": bias, "format": name, "algorithm": algorithm}
-    y: Any = form.all_gather_grouped_matmul(x, w.transpose(1, 2), sent[rank], lengths, **how)
+    lengths = [counts[expert] for expert in range(2) for counts in sent]
+    options: Any = {"bias": bias, "format": name, "algorithm": algorithm}
+    y: Any = form.all_gather_grouped_matmul(x, w.transpose(1, 2), sent[rank], lengths, **options)
     y = y[0] if form is interlace else functional.wait(y)
     grads = [noise(r, 4, y.shape) for r in range(size)]
     y.backward(grads[rank])
     of_x = torch.zeros(len(y), wide)
-    counts = [sum(each) for each in zip(*sent, strict=True)]
-    parts = [
-        torch.split(each, list(each_counts)) for each, each_counts in zip(inputs, sent, strict=True)
-    ]
-    rows = [torch.cat(each) for each in zip(*parts, strict=True)]
+    counts = [sum(of_expert) for of_expert in zip(*sent, strict=True)]
+    parts = [torch.split(rows, list(of_rank)) for rows, of_rank in zip(inputs, sent, strict=True)]
+    rows = [torch.cat(of_expert) for of_expert in zip(*parts, strict=True)]
     begin = 0
     for expert, count in enumerate(counts):
-        own = slice(begin, begin + count)
+        part = slice(begin, begin + count)
         begin += count
-        close(y[own] - bias[expert], rows[expert], weights[rank][expert].T, name)
-        close(w.grad[expert], grads[rank][own].T, rows[expert], name)  # type: ignore[index]
+        close(y[part] - bias[expert], rows[expert], weights[rank][expert].T, name)
+        close(w.grad[expert], grads[rank][part].T, rows[expert], name)  # type: ignore[index]
         if name in PLAIN:
-            assert torch.equal(w.grad[expert], product(grads[rank][own].T, rows[expert].T, name))  # type: ignore[index]
+            assert torch.equal(w.grad[expert], product(grads[rank][part].T, rows[expert].T, name))  # type: ignore[index]
             for grad, weight in zip(grads, weights, strict=True):
-                of_x[own] += product(grad[own], weight[expert].T, name, weight=True)
-            assert torch.equal(bias.grad[expert], grads[rank][own].sum(0))  # type: ignore[index]
+                of_x[part] += product(grad[part], weight[expert].T, name, weight=True)
+            assert torch.equal(bias.grad[expert], grads[rank][part].sum(0))  # type: ignore[index]
     if name in PLAIN:
         by_expert = torch.split(of_x, counts)
-        mine = [
-            torch.split(each, [one[expert] for one in sent])[rank]
-            for expert, each in enumerate(by_expert)
+        expected = [
+            torch.split(tensor, [of_rank[expert] for of_rank in sent])[rank]
+            for expert, tensor in enumerate(by_expert)
         ]
-        assert torch.equal(x.grad, torch.cat(mine))  # type: ignore[arg-type]
+        assert torch.equal(x.grad, torch.cat(expected))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp8", "nvfp4"))
 def test_gathered_rows_have_the_gradients_of_the_format(name: str) -> None:
-    interlace.run(gathered, 3, interlace, name)
+    interlace.run(check_gather, 3, interlace, name)
 
 
 def test_gathered_rows_have_them_with_every_algorithm() -> None:
     for algorithm in ("pipelined", "unfused"):
-        interlace.run(gathered, 3, interlace, "mxfp8", algorithm)
-    interlace.run(gathered, 3, functional, "mxfp8")
+        interlace.run(check_gather, 3, interlace, "mxfp8", algorithm)
+    interlace.run(check_gather, 3, functional, "mxfp8")
 
 
 def experts_layer(around: Any = lambda layer: layer, **options: Any) -> list[Tensor]:
@@ -300,10 +300,10 @@ def experts_layer(around: Any = lambda layer: layer, **options: Any) -> list[Ten
     x = noise(rank, 1, (7 - 4 * rank, 64)).requires_grad_()
     y = around(layer)(x)
     y.square().sum().backward()
-    return [y.detach(), x.grad, *(each.grad for each in layer.parameters())]  # type: ignore[list-item]
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]  # type: ignore[list-item]
 
 
-def compiled(layer: Any) -> Any:
+def compile_whole(layer: Any) -> Any:
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
@@ -311,15 +311,15 @@ def test_the_layer_is_the_same_by_splits_by_a_dispatch_and_compiled() -> None:
     plain = interlace.run(experts_layer, 2)
     right = interlace.run(experts_layer, 2, format="mxfp8")
     by_dispatch: Any = {"format": "mxfp8", "num_max_dispatch_tokens_per_rank": 7}
-    others = [
+    other_ways = [
         interlace.run(experts_layer, 2, **by_dispatch),
-        interlace.run(experts_layer, 2, compiled, format="mxfp8", place="shm"),
+        interlace.run(experts_layer, 2, compile_whole, format="mxfp8", place="shm"),
     ]
     for rank in range(2):
         for one, other in zip(right[rank], plain[rank], strict=True):
             assert not torch.equal(one, other)
             assert (one - other).norm() < 0.2 * other.norm()
-        for found in others:
+        for found in other_ways:
             for one, other in zip(found[rank], right[rank], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -329,14 +329,14 @@ def by_inductor(name: Any) -> None:
     x, w = noise(0, 1, (5, 64)), noise(0, 2, (2, 8, 64))
 
     def loss(w: Tensor) -> Tensor:
-        given = x, w.transpose(1, 2), [2, 3], [2, 3]
-        rows: Any = functional.all_to_all_grouped_matmul(*given, format=name)
+        operands = x, w.transpose(1, 2), [2, 3], [2, 3]
+        rows: Any = functional.all_to_all_grouped_matmul(*operands, format=name)
         return functional.wait(rows).square().sum()
 
     grads = []
-    for each in (loss, torch.compile(loss, fullgraph=True)):
+    for function in (loss, torch.compile(loss, fullgraph=True)):
         weight = w.clone().requires_grad_()
-        each(weight).backward()
+        function(weight).backward()
         grads.append(weight.grad)
     assert torch.equal(*grads)  # type: ignore[arg-type]
 
@@ -364,7 +364,7 @@ X, W = noise(0, 1, (3, 64)), noise(0, 2, (1, 64, 8))
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "words"),
+    ("change", "error", "words"),
     [
         ({"format": "fp8"}, ValueError, "format must be one of fp8_block128, mxfp8"),
         ({"return_received": True}, ValueError, "return_received returns the sent data"),
@@ -377,15 +377,15 @@ X, W = noise(0, 1, (3, 64)), noise(0, 2, (1, 64, 8))
 @pytest.mark.parametrize("form", [interlace, functional])
 @ranks(2, place="sim")
 def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
-    form: Any, how: dict[str, Any], error: type[Exception], words: str
+    form: Any, change: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    given: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
+    options: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
     if interlace.get_rank():
-        given.update(how)
+        options.update(change)
     for learning in (False, True):
-        given["bias"] = torch.zeros(1, 8, requires_grad=learning)
+        options["bias"] = torch.zeros(1, 8, requires_grad=learning)
         with pytest.raises(error, match=words if interlace.get_rank() else "rank 1|differ"):
-            form.all_to_all_grouped_matmul(**given, input_splits=[1, 2], output_splits=[1, 1])
+            form.all_to_all_grouped_matmul(**options, input_splits=[1, 2], output_splits=[1, 1])
 
 
 @pytest.mark.parametrize("other", ["mxfp8_e5m2", None])
@@ -393,7 +393,7 @@ def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
 def test_ranks_compare_the_format(other: Any) -> None:
     rank, one_token = interlace.get_rank(), torch.tensor([[0], [0], [1]])
     words = f"format.* differs between ranks: mxfp8 on rank 0, {other} on rank 1"
-    how: Any = {"format": ("mxfp8", other)[rank]}
+    options: Any = {"format": ("mxfp8", other)[rank]}
     for form in (interlace, functional):
         sent = {} if form is interlace else {"home_splits": [2, 1]}
         for op, operands, more in (
@@ -403,7 +403,7 @@ def test_ranks_compare_the_format(other: Any) -> None:
             (form.grouped_matmul_combine, (X, W, [2, 1], one_token), sent),
         ):
             with pytest.raises(ValueError, match=words):
-                op(*operands, **more, **how)
-    layer = nn.MoE(64, 8, 2, 1, **how)
+                op(*operands, **more, **options)
+    layer = nn.MoE(64, 8, 2, 1, **options)
     with pytest.raises(ValueError, match=words):
         layer(X)

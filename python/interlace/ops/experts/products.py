@@ -97,8 +97,8 @@ def of_products(
         return [of_input, of_weight, wide.index_add_(0, expert, rows.float()).to(rows.dtype)]
     of_input = multiplied(rows, weight.transpose(1, 2), segments, format)
     where = rows_of_experts(segments)
-    inputs, grads = ([each[own] for own in where] for each in (input, rows))
-    of_bias = torch.stack([each.sum(0) for each in grads])
+    inputs, grads = ([matrix[part] for part in where] for matrix in (input, rows))
+    of_bias = torch.stack([grad.sum(0) for grad in grads])
     return [of_input, of_weights(weight, inputs, grads, format), of_bias]
 
 

@@ -377,10 +377,12 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
         _check_numbers(record)
         return operands
     (input, *weights), by_row = operands, _is_of_experts(record)
-    matrices = [input if isinstance(input, Scaled) else _quantized(input, kind.name, False, by_row)]
+    matrices = [
+        input if isinstance(input, Scaled) else _quantize_rows(input, kind.name, False, by_row)
+    ]
     for each in weights:
         scaled = isinstance(each, Scaled)
-        matrices.append(each if scaled else _quantized(each.mT, kind.name, True, by_row).t())
+        matrices.append(each if scaled else _quantize_rows(each.mT, kind.name, True, by_row).t())
     if matrices[0].format != kind.name:
         raise ValueError(f"format is {kind.name!r}, input is in {matrices[0].format}")
     return matrices
@@ -439,7 +441,7 @@ def quantize_record(record: Any) -> Any:
     return dataclasses.replace(record, out_dtype=record.out_dtype or input.dtype, **fields)
 
 
-def _quantized(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> Scaled:
+def _quantize_rows(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> Scaled:
     """Quantise floats; ``by_row``: with nvfp4, every row has its own ``whole``.
 
     The ops of experts need that, as rows without a token may have any values.
@@ -462,8 +464,8 @@ def packed_weight(weight: torch.Tensor, format: str, *, by_row: bool) -> torch.T
 # One node of a graph: inductor has no code for float8_e8m0fnu on a CPU.
 @torch.library.custom_op("interlace::quantize_rows", mutates_args=())
 def quantized_rows(rows: torch.Tensor, format: str, weight: bool, by_row: bool) -> torch.Tensor:
-    """Return the packed rows of :func:`_quantized`."""
-    return packed_rows(_quantized(rows, format, weight, by_row))
+    """Return the packed rows of :func:`_quantize_rows`."""
+    return packed_rows(_quantize_rows(rows, format, weight, by_row))
 
 
 @quantized_rows.register_fake
