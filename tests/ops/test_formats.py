@@ -274,6 +274,7 @@ ONES = torch.ones(4, 2).to(E8M0)
         (FP8[0], ONES, "mxfp8", ValueError, "at least 2 dimensions"),
         (FP8, torch.ones(2, 1), "fp8_block128", ValueError, r"must be \(4, 1\) or \(1, 1\)"),
         (FP8, [1.0], "fp8_block128", TypeError, "scales must be a tensor, got list"),
+        (FP8, ONES.to("meta"), "mxfp8", ValueError, "scales are on meta, values on cpu"),
     ],
 )
 def test_a_wrong_operand_is_refused(
@@ -350,3 +351,10 @@ def test_a_quantized_tensor_has_no_gradient() -> None:
         quantize(x, "mxfp8")
     with torch.no_grad():
         quantize(x, "mxfp8")
+
+
+@pytest.mark.filterwarnings("error")
+def test_sums_that_overflow_are_infinite_without_a_warning() -> None:
+    large = quantize(torch.full((1, 64), 3e38), "mxfp8")
+    rows = formats.packed_rows(large)
+    assert formats.multiply_packed(rows, rows.mT, large.kind).isinf().all()

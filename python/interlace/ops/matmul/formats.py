@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -230,6 +231,8 @@ class Scaled:
         if values.dim() < 2:
             raise ValueError(f"values must have at least 2 dimensions, got {tuple(values.shape)}")
         scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
+        if scales.device != values.device:
+            raise ValueError(f"scales are on {scales.device}, values on {values.device}")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "scales", self._plain(kind, scales))
         if self.whole is not None:
@@ -684,7 +687,8 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
             numbers = (numbers * own_scales.repeat_interleave(kind.block, 1)).bfloat16().float()
         factors.append(numbers.numpy())
         of_rows.append(own_scales)
-    product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
+    with np.errstate(all="ignore"):  # infinities and nans are valid results
+        product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
     return product * (of_rows[0] * of_rows[1].T) if kind.scale == torch.float32 else product
 
 
