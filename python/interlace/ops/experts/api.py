@@ -584,7 +584,7 @@ def grouped_matmul_combine(
     about: Any = [], splits, False, algorithm, out_dtype, format or ""
     record = GroupedCombineArguments(*operands, *about)
     run = functools.partial(_grouped_combine, group)
-    if block_scaled.are_formatted(record):
+    if format or isinstance(input, Scaled) or isinstance(weight, Scaled):
         return block_scaled.run_packed(run, communicator, OP, record, async_op)  # type: ignore[no-any-return]
     return run(communicator.on(input), record, async_op)  # type: ignore[no-any-return]
 
@@ -621,7 +621,7 @@ def _run_grouped(
 ) -> Any:
     """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
     communicator = resolve(group)
-    if block_scaled.are_formatted(record):
+    if record.format or isinstance(record.input, Scaled) or isinstance(record.weight, Scaled):
         call: Any = run, communicator, record.op, record, async_op
         return block_scaled.run_packed(*call, gathers=record.return_received)
     return run(communicator.on(record.input), record, async_op)
