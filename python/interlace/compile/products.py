@@ -53,7 +53,6 @@ class GraphProduct:
 
     @property
     def blocks(self) -> str:
-        """The format of its operands if they are block-scaled."""
         return "" if self.scales is None else self.scales.format
 
     @property
@@ -86,7 +85,6 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def product_at(node: fx.Node) -> GraphProduct:
-    """Return the product that ``node`` is; raise :class:`Unfit` if it is not one."""
     bias: fx.Node | None = None
     added: fx.Node | None = None
     if is_call(node, aten.mm.default):

@@ -10,10 +10,10 @@ sources that exists::
 torch's figures are 87.7 GB/s and 0.6 us per hop within a host, 0.22 times that and 2.7 us between hosts,
 and 6.6 us for every collective. The number of devices of a host decides which dimensions cross hosts. A
 file has a line per op, dimension and protocol instead (``runtime/tuning/calibration.py``). The bandwidths
-and latencies that a measured topology shows are of its all_gather of large messages, in the same units.
+and latencies that a measured topology shows are of its all_gather of large messages.
 
-Costs are in microseconds, as in torch. They depend on n ranks on the dimension, B GiB, and the base, the
-latency per hop and the bandwidth of the topology::
+Costs are in microseconds. They depend on n ranks on the dimension, B GiB, and the base, the latency per hop
+and the bandwidth of the topology::
 
     all_gather      base + (n - 1) * latency + B * (n - 1) / n / bandwidth          B gathered
     reduce_scatter  the same                                                        B before
@@ -21,8 +21,7 @@ latency per hop and the bandwidth of the topology::
     all_to_all      as all_gather: each rank sends n - 1 of the n parts of its B
 
 torch has no formula for all_to_all: from shard to shard it takes the cost of all_gather and 1 us more. For
-a measured topology the line of the op itself counts instead. ``redistribute_cost`` takes the steps that
-DTensor of the installed torch would take. A topology may be one of torch's own ``MeshTopoInfo``.
+a measured topology the line of the op itself counts instead.
 """
 
 import math
@@ -185,7 +184,6 @@ def _figures(name: str, value: Any, otherwise: list[float]) -> list[float]:
 
 
 def _backend(mesh: DeviceMesh) -> str:
-    """Return the backend of the collectives of ``mesh``: a backend of torch, or interlace's own."""
     if not dist.is_initialized():
         return calibration.OWN
     try:

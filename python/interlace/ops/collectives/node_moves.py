@@ -126,8 +126,8 @@ def all_gather(
 ) -> Event:
     """``output = concat(input of rank 0, 1, ...)``: flat uint8, ``lengths`` by rank, not all 0.
 
-    ``input`` may be its own part of ``output``, which is then not written. It is there ``after`` an op
-    for which the caller's stream does not wait.
+    ``input`` may be its own part of ``output``. It is there ``after`` an op for which the caller's stream
+    does not wait.
     """
     rank, block = communicator.rank, configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
