@@ -224,7 +224,6 @@ def _copies(
 def _entries(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield the parameter's key, the name of one of its states, the parameter, and the state."""
     names = {parameter: key for key, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -255,8 +254,8 @@ def _check_start(optimizer: torch.optim.Optimizer) -> None:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the initial state of ``optimizer``, by a step that changes nothing else.
 
-    The step's gradients are zero. So is the weight decay, as some optimizers add it to them.
-    Learning rates stay, as some optimizers make their state from them. The step is not counted.
+    The step's gradients are zero. So is the weight decay, as some optimizers add it to them. Learning rates
+    stay, as some optimizers make their state from them.
     """
     decays = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
     parameters = [parameter for g in optimizer.param_groups for parameter in g["params"]]

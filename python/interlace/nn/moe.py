@@ -1,7 +1,7 @@
 """A mixture of experts and its router: a feed-forward block where two fused ops move tokens to experts.
 
-The router chooses the experts of each token and their weights. It runs in fp32, with torch ops, on this
-rank's tokens alone. Legend: T tokens, E experts, K experts for each token.
+The router runs in fp32, with torch ops, on this rank's tokens alone. Legend: T tokens, E experts, K experts
+for each token.
 """
 
 import math

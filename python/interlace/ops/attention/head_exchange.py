@@ -1,7 +1,5 @@
 """The fused ops around an attention over heads: matmul + all-to-all, and all-to-all + matmul.
 
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of rows.
-
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls: a product per receiver, sent at once; or one after pushes
 ``unfused``    matmul and the collective, one after the other; any dtype
@@ -11,9 +9,8 @@ same on all ranks, results are contiguous. ``rows`` lists the rows of every rank
 equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows, own K]``,
 the rows that came to this rank, if they are requested.
 
-Each op is the gradient of the other: the input's gradient of matmul + all-to-all is all-to-all + matmul
-with the transposed weight, and the other way round. The rows received in that, or in the forward, give the
-weight's gradient, by a torch matmul.
+Each op is the gradient of the other, with the transposed weight. The rows received in that, or in the
+forward, give the weight's gradient, by a torch matmul.
 """
 
 import math
@@ -88,7 +85,6 @@ HeadArguments = ToHeadsArguments | FromHeadsArguments
 
 
 def check(communicator: Communicator, record: HeadArguments) -> HeadArguments:
-    """Return the arguments if they fit together on this rank."""
     size, length = communicator.world_size, record.length
     input = checks.tensor("input", record.input, communicator)
     algorithm, _ = checks.algorithm_and_dtype(input, record)
@@ -123,7 +119,6 @@ def prepare(
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
-    """Prepare either op. ``output``, and ``received`` if there is one, get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -166,7 +161,6 @@ def _launch(
     output: Tensor,
     received: Tensor | None,
 ) -> Event | None:
-    """Choose the algorithm, from facts that ranks share, and start it."""
     place, input = communicator.place, rows_of(call.input, 0)
     each, inner = math.prod(call.input.shape[1:-1]), call.input.shape[-1]
     rows, columns = [length * each for length in lengths], output.shape[-1]
@@ -207,8 +201,6 @@ def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
 
 @dataclass(frozen=True)
 class HeadExchangeCall:
-    """One call of either op; see the module."""
-
     communicator: Communicator
     input: Tensor
     linear: Linear
@@ -230,8 +222,6 @@ class HeadExchangeCall:
 
 
 class ToHeads(HeadExchangeCall):
-    """Matmul, then all-to-all."""
-
     def fused(self, configuration: Configuration) -> Event:
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         columns, block_m = linear.output.shape[1], configuration.block_m
@@ -311,8 +301,6 @@ class ToHeads(HeadExchangeCall):
 
 
 class FromHeads(HeadExchangeCall):
-    """All-to-all, then matmul."""
-
     def fused(self, configuration: Configuration) -> Event:
         """Run the kernel; its first programs send, or the copy engine does."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
@@ -351,7 +339,6 @@ class FromHeads(HeadExchangeCall):
         return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, received: Tensor, arrived: Tensor) -> None:
-        """Copy the rows from each rank, and the own rows, for the caller."""
         communicator, input, rows = self.communicator, self.input, self.rows
         rank, first = communicator.rank, sum(rows[: communicator.rank])
         for source in range(communicator.world_size):
@@ -420,7 +407,6 @@ def _parts(record: HeadArguments) -> Any:
 
 
 def _save_needs(ctx: Any, record: HeadArguments) -> None:
-    """Save which gradients are needed, and how the other op is called for them."""
     ctx.algorithm = record.algorithm
     ctx.shared, ctx.weighed = record.input.requires_grad, record.weight.requires_grad
     ctx.biased = record.bias is not None and record.bias.requires_grad
@@ -525,7 +511,6 @@ def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
 
 
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
-    """Return every rank's product, cut into the columns of each receiver."""
     outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
     shapes.own_length(ranks[0].weight.shape[1], size, "dimension 1 of weight")
     wholes = [len(each) for each in outputs]
@@ -541,7 +526,6 @@ def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[li
 
 
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:
-    """Multiply the ranks' parts, side by side, by the weight."""
     outputs, biases = [from_heads_outputs(each, size) for each in ranks], _alike(ranks)
     own_lengths = [len(each[0]) for each in outputs]
     wholes = [len(each.input) for each in ranks]

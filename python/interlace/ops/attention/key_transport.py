@@ -1,11 +1,7 @@
 """Attention to keys that travel to the queries, on streams, and gradients of keys that travel back.
 
-``fused``      Triton kernels on the keys of one rank after another, or one that gathers all of them
-``pipelined``  torch on the keys of one rank after another; if "unfused" nothing travels (``blocks.py``)
-
-Ways of keys: the compute stream works on arrived keys while the copy stream fetches the next ones. On a
-CPU, where streams run their items at once and a peer's memory is as fast as the own, staged keys are not
-copied.
+The compute stream works on arrived keys while the copy stream fetches the next ones. On a CPU, where
+streams run their items at once and a peer's memory is as fast as the own, staged keys are not copied.
 
 ``StagedKeys``  all ranks stage their keys in their own workspace, and readers take them from there
 ``RingKeys``    from rank to rank: each passes on the keys from the rank before, and has memory for two
@@ -38,7 +34,7 @@ Tensor = torch.Tensor
 
 
 class StagedKeys:
-    """See the module. ``layout``, the op's, gets the needed regions, here and in the classes below."""
+    """``layout``, the op's, gets the needed regions, here and in the classes below."""
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem = problem
@@ -127,8 +123,6 @@ class RingKeys:
 
 
 class StagedSums:
-    """See the module."""
-
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem, shards = problem, problem.shards
         self._slots = layout.add_slots(shards.world_size)
@@ -152,7 +146,6 @@ class StagedSums:
             self._problem.communicator.compute.publish(workspace, source, self._slots + rank)
 
     def total(self, workspace: Workspace) -> Tensor:
-        """Return the gradients of the own keys, packed."""
         problem, compute = self._problem, self._problem.communicator.compute
         rank = problem.rank
         makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])

@@ -1,5 +1,4 @@
-"""Attention with heads in place of tokens (DeepSpeed's Ulysses): an all-to-all before it gives each rank
-all tokens of some heads, and one after it gives back this rank's tokens of all heads.
+"""Attention with heads in place of tokens (DeepSpeed's Ulysses), between two all-to-alls.
 
 Rank r has query heads ``[r * H / W, (r + 1) * H / W)``, rounded down, and the key heads that they see. With
 few key heads several ranks may have the same one. Every rank pushes the queries, keys and values for those
@@ -9,8 +8,6 @@ heads to rank r; results go back the same way::
             compute  own tokens' keys | keys of 0 | keys of 2 | merge, all tokens of heads 1
 
 Like in the other methods, a partial result covers the keys of one rank, and so the bits are the same.
-``fused`` computes by Triton kernels, ``pipelined`` by torch, ``unfused`` by torch, between plain
-collectives.
 
 Backward: the results and their gradients travel with the queries. The gradients of queries come back, and
 the gradients of keys in fp32. If ranks share a head of keys there are several of these, which are added up
@@ -99,7 +96,6 @@ PieceParts = Sequence[Tensor]
 
 
 def tokens_first(sums: Tensor) -> Tensor:
-    """Convert ``[batches, heads, tokens]`` to the layout in which it travels."""
     return sums.permute(2, 0, 1).unsqueeze(-1)
 
 
@@ -125,8 +121,6 @@ class ByPushes:
         self._begins = [0, *accumulate(lengths)]
 
     def exchange(self, step: Callable[[], None]) -> Event:
-        """Run ``step``, in which heads go to ranks and back."""
-
         def body(workspace: Workspace) -> None:
             self._workspace = workspace
             step()
@@ -176,8 +170,6 @@ class ByPushes:
 
 
 class ByEngine:
-    """Moves by plain collectives."""
-
     def __init__(
         self, problem: AttentionProblem, forth: Sequence[Piece], back: Sequence[Piece]
     ) -> None:
@@ -234,8 +226,6 @@ class ByEngine:
 
 
 class HeadProblem:
-    """This rank's heads of ``problem``, and the pieces that are exchanged for them."""
-
     def __init__(self, problem: AttentionProblem, configuration: Configuration | None) -> None:
         self.problem, rank = problem, problem.rank
         world, query = problem.shards.world_size, problem.query

@@ -1,19 +1,17 @@
 """The fused ops of a mixture of experts: a collective of rows, then a matmul for each expert.
 
-Order of rows
--------------
-Before, on every rank: sorted by expert. ``input_splits[e]`` rows are for expert e, of all E experts of the
-group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that goes to
-k experts is there k times.
+Before, rows are sorted by expert on every rank. ``input_splits[e]`` rows are for expert e, of all E experts
+of the group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that
+goes to k experts is there k times.
 
 After: by expert, then by source rank, then in the source's order. ``splits[e][s]`` rows of the result
 belong to the rank's expert e and come from rank s. This is the order of torch's
 ``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
 (Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
 
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's splits. Both ops
-share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get the
-numbers of rows on both sides as lists of ints, so their results are known before they run.
+The message in which ranks compare a call also carries every rank's splits. Both ops share the code: the
+:class:`Routes` are different for all-gather and all-to-all. The torch ops get the numbers of rows on both
+sides as lists of ints, so their results are known before they run.
 
 ``fused``      one Triton kernel communicates and multiplies
 ``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
@@ -131,7 +129,6 @@ class Routes:
         return self.segments(self.rank)
 
     def splits(self) -> list[list[int]]:
-        """Return rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
     # -- for the kernel ------------------------------------------------------------------------
@@ -219,7 +216,6 @@ FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
 def results_of(record: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
-    """Allocate the output and, if requested, the rows that were multiplied."""
     new, dtype = record.input.new_empty, checks.output_dtype(record.out_dtype, record.input)
     output = new(rows, record.weight.shape[2], dtype=dtype)
     return output, new(rows, record.input.shape[1]) if record.return_received else None
@@ -233,7 +229,6 @@ def start_matmul(
     output: Tensor,
     received: Tensor | None,
 ) -> Event:
-    """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
     input, format = call.input, OPERAND_FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
@@ -292,7 +287,6 @@ def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
 
 
 def checked_tensors(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
-    """Return the arguments except splits, if they fit together on this rank."""
     operands = checked_operands(communicator, record)
     name = checks.activation("activation", record.activation)
     checks.flag("return_received", record.return_received)
@@ -304,7 +298,6 @@ def check(communicator: Communicator, record: GroupedArguments) -> GroupedArgume
 
 
 def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
-    """Return ``call`` with its splits as ints, if they fit its tensors."""
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
     sent = row_counts("input_splits", call.input_splits)
@@ -429,8 +422,6 @@ def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Line
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """One call of either op. ``received``: see the public ops."""
-
     communicator: Communicator
     op: str
     input: Tensor
@@ -534,7 +525,6 @@ class GroupedMatmul:
         return communicator.enqueue(self.op, layout, body)
 
     def unfused(self) -> Event:
-        """Run the collective, sort rows by expert, then one torch matmul per expert."""
         input, routes, received = self.input, self.routes, self.received
         stream, lone = self.communicator.compute, routes.world_size == 1
         # No op of the streams precedes this, so the streams must wait for the tensors to read.
@@ -564,7 +554,6 @@ class GroupedMatmul:
         return stream.record()
 
     def _by_source(self) -> Tensor:
-        """Return the rows that arrive, one source after another, each sorted by expert."""
         communicator, input, routes = self.communicator, self.input, self.routes
         rank, inner = routes.rank, input.shape[1]
         counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
@@ -625,7 +614,6 @@ class RowSplits(NamedTuple):
 
     @property
     def of_experts(self) -> list[Any]:
-        """Return the rows that each expert of this rank multiplies."""
         return _sums(self.received, self.sources)
 
     @property
@@ -637,18 +625,15 @@ class RowSplits(NamedTuple):
         return [sum(self.received[source :: self.sources]) for source in range(self.sources)]
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (expert, source) to (source, expert)."""
         return _transpose(torch.split(rows, self.received), self.sources)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (source, expert) to (expert, source)."""
         sources = range(self.sources)
         lengths = [each for source in sources for each in self.received[source :: len(sources)]]
         return _transpose(torch.split(rows, lengths), self.experts)
 
 
 def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
-    """Return sums of ``count`` lengths each."""
     return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
@@ -715,7 +700,6 @@ def multiply_by_expert(
     where: Iterable[slice],
     format: str = "",
 ) -> None:
-    """Fill ``output``: multiply each expert's rows, the slices ``where``, by its weight."""
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert

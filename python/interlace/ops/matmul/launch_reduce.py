@@ -62,7 +62,6 @@ class OwnerTables:
 def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> OwnerTables:
-    """Return the tables; ``segments`` are (first row, rows) by owner."""
     pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
     known = algorithms.reductions_of(rank, nodes, pieces)
     return OwnerTables(

@@ -174,7 +174,6 @@ def fused_all_gather_scaled_matmul(
 def _blocks(
     input: tuple[Tensor, Tensor], Bs: Sequence[Tensor], B_scales: Sequence[Tensor]
 ) -> list[Scaled]:
-    """Return these operands as block-scaled ones, with scales in ``torch._scaled_mm``'s layout."""
     weights = [
         (B, block_scaled.plain_scales(B, scale, -2)) for B, scale in zip(Bs, B_scales, strict=True)
     ]
