@@ -1,10 +1,7 @@
 """Checks of arguments. Messages name the argument and both values; the communicator adds the rank.
 
 The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors.
-
-Some ops take one tensor per rank: a list, or one tensor whose shape decides between concatenation and
-stack. For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the
-stack ``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+docs/reference/collectives.md says which shapes one tensor for all ranks may have.
 """
 
 import contextlib
@@ -76,7 +73,6 @@ def copied_back(
 
 
 def remember(communicator: Communicator, key: object, call: Call) -> Call:
-    """Keep ``call`` for the next equal call. Raise TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype):
             check_not_quantized(f"{call.op}: {term}", value)
@@ -339,7 +335,6 @@ def index(name: str, value: object, length: int) -> int:
 def matrix(
     name: str, value: object, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
-    """Return a weight ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
     weight = tensor(name, value, communicator)
     if weight.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")

@@ -73,7 +73,6 @@ NAMES: dict[object, str] = {
 
 
 def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
-    """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
     try:
         reductions.check("sum" if op == PREMUL_SUM else op, dtype)
     except (TypeError, ValueError) as error:

@@ -9,14 +9,10 @@ This is the rewrite for a gather of ``x`` that two matmuls read, with a result t
 The readers of the matmul see the same shape and strides as before. Every collective is a
 :class:`Candidate` in the :class:`Report`, so nothing is fused or left silently.
 
-Policy "auto" compares the predicted seconds of a collective and a matmul with those for the fused op::
-
-    unfused = latency + bytes / bandwidth + flops / speed
-    fused   = host + max(bytes / fused bandwidth, flops / speed) + the part that does not overlap
-
-``runtime/tuning/tuning.py`` has the machines: ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has
-round numbers, without measurements. A :func:`calibrated` machine is never used by default: ranks compile
-alone, and ranks on another host have another file, or none.
+Policy "auto" compares predicted seconds (docs/how-to/compile/passes.md). ``runtime/tuning/tuning.py`` has
+the machines: ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without
+measurements. A :func:`calibrated` machine is never used by default: ranks compile alone, and ranks on
+another host have another file, or none.
 """
 
 import functools
@@ -335,7 +331,6 @@ Decision = tuple[Candidate, Callable[[], None], Collective | None]
 def _by_pattern(
     patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
 ) -> Decision | None:
-    """Decide by the first pattern that finds something; return None without one."""
     for pattern in patterns:
         found = pattern.find(collective)
         if found is None:

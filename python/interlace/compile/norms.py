@@ -487,7 +487,6 @@ def _called_fp8(y: fx.Node) -> Quantisation | None:
 
 
 def _only_for(node: fx.Node, targets: set[fx.Node | None]) -> bool:
-    """Return whether only ``targets`` read ``node``, directly or indirectly."""
     return all(
         user in targets or (user.op != "output" and user.users and _only_for(user, targets))
         for user in node.users

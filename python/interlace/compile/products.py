@@ -57,12 +57,10 @@ class GraphProduct:
 
     @property
     def may_be_normed(self) -> bool:
-        """Whether the op on this product has a tail with a norm."""
         return not self.batch and (self.scales is None or bool(self.blocks))
 
     @property
     def _weight_shape(self) -> list[Any]:
-        """The weight's shape in numbers, ``(k, n)``."""
         inner, columns = shape(self.right)[-2:]
         if self.scales is not None and self.scales.weight_by_rows:
             inner, columns = columns, inner

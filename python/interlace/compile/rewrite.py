@@ -90,14 +90,12 @@ def _run(name: str, collective: Collective, **options: object) -> list[Any]:
 
 
 def _factors(product: GraphProduct) -> tuple[Any, ...]:
-    """Return the nodes of the weight, its scales, the scales of the whole product, and the bias."""
     scales = product.scales
     of_weight = (None, ()) if scales is None else (scales.right, scales.whole)
     return product.right, *of_weight, product.bias
 
 
 def _as_before(node: fx.Node, old: fx.Node) -> fx.Node:
-    """Return ``node`` in the shape, dtype and strides of ``old``."""
     if not same(shape(node), shape(old)):
         node = call(aten.reshape.default, (node, _lengths(shape(old))), old)
     if value(node).dtype != value(old).dtype:
@@ -111,7 +109,6 @@ def _as_before(node: fx.Node, old: fx.Node) -> fx.Node:
 
 
 def _lengths(lengths: Sequence[Any]) -> list[int]:
-    """Return lengths for ``reshape``: -1 for a symbolic length."""
     return [length if static(length) else -1 for length in lengths]
 
 
@@ -119,9 +116,6 @@ def _reshape(tensor: Any, lengths: Sequence[Any]) -> Any:
     if same(tensor.shape, lengths) or len(lengths) == tensor.dim() == 2:
         return tensor
     return tensor.reshape(_lengths(lengths))
-
-
-# -- gathers -------------------------------------------------------------------------------------------
 
 
 def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite:
@@ -189,15 +183,11 @@ def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
 
 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Return whether only ``matmuls`` read ``node``, directly or reshaped."""
     return all(
         user in matmuls
         or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
         for user in node.users
     )
-
-
-# -- reductions ----------------------------------------------------------------------------------------
 
 
 def fuse_reduction(

@@ -199,7 +199,6 @@ def _copies(
     state_dict: Mapping[str, object],
     by_key: Mapping[str, Sharding],
 ) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
-    """Return each state, the entry to copy into it, and its sharding if it is split over a group."""
     result = []
     for key, name, parameter, value in _entries(module, optimizer):
         entry = f"{key}.{name}"

@@ -383,7 +383,6 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in that dtype, or packed rows as they are."""
     return weight if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
@@ -507,7 +506,6 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
 
 def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """Return a matrix with rows in the order of ``dim``, with the leading dimensions of ``shape``."""
     off_dim = [length for index, length in enumerate(shape[:-1]) if index != dim]
     return unrows(matrix, [shape[dim], *off_dim], dim)
 
@@ -706,6 +704,7 @@ class DeferredWeightGradients:
         return len(self._pending)
 
     def accepts(self) -> bool:
+        """Return whether a backward leaves its gradients here; otherwise it computes them at once."""
         return True
 
     def add(

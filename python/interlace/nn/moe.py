@@ -76,7 +76,6 @@ class Router(NamedTuple):
         return Routed(chosen, weights * self.scale, self._kept(chosen, weights.detach()), share)
 
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
-        """Mask the experts outside the best groups."""
         if self.topk_groups == self.groups:
             return ranked
         by_group = ranked.view(-1, self.groups, self.num_experts // self.groups)

@@ -207,7 +207,6 @@ def positive(**sizes: object) -> None:
 
 
 def divisible(argument: str, value: int, group: Communicator) -> None:
-    """Raise unless ``value`` is a positive multiple of the size of ``group``."""
     positive(**{argument: value})
     if value % group.world_size:
         raise ValueError(

@@ -162,7 +162,6 @@ def _sharding(placements: Placements, dim: int) -> list[int]:
 
 
 def checked_placements(placements: object, mesh_ndim: int) -> Placements:
-    """Return one placement per mesh dim; raise ValueError or TypeError otherwise."""
     listed = [placements] if isinstance(placements, Placement) else placements
     if not isinstance(listed, (list, tuple)) or len(listed) != mesh_ndim:
         raise ValueError(

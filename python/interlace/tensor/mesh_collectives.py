@@ -5,22 +5,10 @@ differences: meta tensors are traced, ``group_src=None`` does what torch documen
 ``shard_dim_alltoall`` can be asynchronous and moves only the data that a rank needs, 1/n-th of an
 all-gather followed by a chunk.
 
-The file also has differentiable collectives of parts that differ in length along a dim. They return
-tensors. The ops in :mod:`interlace.ops.collectives.all_to_all` get dtype, shape, lengths and whether
-gradients are required as arguments on all ranks; these exchange them in one small message before the
-tensors.
-
-=======================  ===============================================================================
-op                       gradient of its input
-=======================  ===============================================================================
-``scatter_v``            ``gather_v`` of the parts' gradients, to the source
-``gather_v``             ``scatter_v`` of the whole's gradient
-``all_gather_v``         reduce_scatter: the sum of all ranks' gradients of this rank's part
-``indexed_all_to_all_v`` all_to_all back, and ``index_add_``
-=======================  ===============================================================================
-
-A gradient is the gradient of the sum of all ranks' losses. If any rank's input requires one, backward is
-collective: every rank calls it on a result computed from its output. There are no second derivatives.
+The file also has differentiable collectives of parts that differ in length along a dim, see
+docs/how-to/train/uneven.md. The ops in :mod:`interlace.ops.collectives.all_to_all` get dtype, shape,
+lengths and whether gradients are required as arguments on all ranks; these exchange them in one small
+message before the tensors.
 """
 
 import functools

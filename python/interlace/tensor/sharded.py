@@ -226,7 +226,6 @@ def _given_sharding(
     sizes: object,
     shape: Sequence[int] | None,
 ) -> MeshSharding:
-    """Return the sharding by ``sizes``, which this rank's ``local_shape`` shape must match."""
     rank = ranks.communicator.rank
     if sizes == "chunk":
         whole = list(local_shape if shape is None else shape)

@@ -1,19 +1,8 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module`` with fused linears.
 
 Options, parameters and results are the ones of torch's styles of the same names, which are the base
-classes. The forward of an ``nn.Linear`` is one op of interlace in these cases:
-
-=================  ======================  =======================  ===========================
-style              input_layouts           output_layouts           forward
-=================  ======================  =======================  ===========================
-ColwiseParallel    Shard(sequence dim)     any                      all_gather_matmul
-RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduce_scatter
-RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
-=================  ======================  =======================  ===========================
-
-The gradient of its input uses the other op. Linears that read the same input share one gather
-(``shared_gathers.py``). All other cases run as in torch's style: other layouts, lengths that the ranks do
-not divide, and subclasses of nn.Linear with another forward.
+classes. docs/how-to/train/torchtitan.md lists the layouts with which an ``nn.Linear`` is one op of
+interlace. All other cases run as in torch's style.
 
 A style makes a :class:`FusedLinear` of an ``nn.Linear`` by setting its class, so parameters, hooks and
 state dict stay as they are. Gradients follow DTensor's rules: a replicated output has the same gradient on

@@ -1,9 +1,8 @@
 """Partial results over the keys of one source, merged, and their gradients: by torch, or by Triton kernels.
 
-On a CPU torch uses its own flash attention, which takes one size of heads. If the head sizes
-of values and keys differ, the smaller one is filled up with zeros. If a mask is only causal, all keys are
-seen, or none, or a triangle, so no mask is made. Operands of 16 bits are widened first: partial results are
-fp32.
+On a CPU torch uses its own flash attention, which takes one size of heads: the smaller ones are filled up
+with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask is made.
+Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import contextlib
@@ -105,7 +104,6 @@ class TorchBlocks:
         return key
 
     def _groups(self, key: Tensor) -> Tensor:
-        """Repeat keys for every head of queries, unless heads form equal groups."""
         heads, key_heads = self._heads, key.shape[1]
         problem = self._problem
         if heads == key_heads * problem.per_key and not problem.first_head:
@@ -166,8 +164,6 @@ class TorchBlocks:
         yield wide.permute(1, 2, 0, 3)
         if wide is not output:
             output.copy_(wide)
-
-    # -- gradients -----------------------------------------------------------------------------
 
     def begin_backward(self, result: AttentionResult) -> None:
         self._of_query: dict[int, list[tuple[slice, Tensor]]] = {}
@@ -412,7 +408,6 @@ class KernelBlocks:
         return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
     def attend(self, source: int | None, packed: Tensor) -> None:
-        """Compute the partial result over the keys of ``source``, or of each source if None."""
         keys, count = self._keys(packed, source)
         if not self.query_tiles * count:
             return
@@ -443,8 +438,6 @@ class KernelBlocks:
         grid = (formulas.ceil_div(self._rows, tiles.BLOCK_M) * self._all_heads,)
         self._launch(forward.merge_attention_kernel, grid, arguments)
 
-    # -- gradients -----------------------------------------------------------------------------
-
     def begin_backward(self, result: AttentionResult) -> None:
         self._grad, lse = result.grad, result.lse
         reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
@@ -459,7 +452,6 @@ class KernelBlocks:
         self._of_query = self._partials(self.tiles.HEAD_DIM)
 
     def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
-        """Compute a partial gradient of the query, and ``contribution``, fp32, to ``source``'s keys."""
         keys, count = self._keys(packed, source)
         arguments = {
             **keys,
@@ -486,7 +478,6 @@ class KernelBlocks:
             self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 
     def query_gradient(self, output: Tensor) -> None:
-        """Sum the partial gradients into ``output``, in the order of the ranks."""
         parts, scale = self._of_query.ptr[: len(self.sources)], self._problem.scale
 
         def add_up() -> None:

@@ -204,7 +204,6 @@ def fitting(
 
 
 def scale_of(value: Any, size: int) -> float:
-    """Return ``value`` if it is a scale, or ``1 / sqrt(size)`` for None."""
     if value is None:
         return 1 / math.sqrt(size)
     if isinstance(value, bool) or not isinstance(value, (int, float)):

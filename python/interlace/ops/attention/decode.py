@@ -93,7 +93,6 @@ class DecodeProblem:
         return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
     def row_lengths(self) -> Tensor:
-        """Return ``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
@@ -282,7 +281,6 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
 
 
 def prepared_decode(communicator: Communicator, record: DecodeArguments) -> PreparedCall:
-    """Check the arguments on this rank. The results are the output and the logarithms of the sums."""
     algorithm = checks.one_of("algorithm", record.algorithm, ALGORITHMS)
     query = checks.tensor("q", record.q, communicator)
     checks.float_dtype("q", query.dtype)

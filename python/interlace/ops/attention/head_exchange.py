@@ -210,7 +210,6 @@ class HeadExchangeCall:
     def by_engine(
         self, op: str, columns: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
-        """Run the plain collective, ordered with the compute stream before and after."""
         communicator = self.communicator
         dtype = outputs[0].dtype
         # an engine waits for the work that the caller has issued
@@ -254,7 +253,6 @@ class ToHeads(HeadExchangeCall):
         return enqueue_kernel(communicator, TO_HEADS, layout, *launch)
 
     def pipelined(self) -> Event:
-        """Run a torch matmul per receiver, directly into its workspace."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         rank, world_size = communicator.rank, communicator.world_size
         shape, dtype = linear.output.shape, linear.output.dtype
@@ -302,7 +300,6 @@ class ToHeads(HeadExchangeCall):
 
 class FromHeads(HeadExchangeCall):
     def fused(self, configuration: Configuration) -> Event:
-        """Run the kernel; its first programs send, or the copy engine does."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -347,7 +344,6 @@ class FromHeads(HeadExchangeCall):
             communicator.compute.copy(received[source], part, f"received from rank {source}")
 
     def pipelined(self) -> Event:
-        """Push rows to their columns of the owner's matrix; run one torch matmul per chunk."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -392,9 +388,6 @@ class FromHeads(HeadExchangeCall):
         matrix = whole.view(rows[rank], world_size * inner)
         operands.enqueue_product(communicator, matrix, linear, slice(None), "matmul")
         return communicator.compute.record()
-
-
-# -- outputs and gradients -------------------------------------------------------------------------
 
 
 def _parts(record: HeadArguments) -> Any:
@@ -452,7 +445,6 @@ def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
 
 
 def from_heads_outputs(record: FromHeadsArguments, size: Any) -> list[Tensor]:
-    """Allocate the output and, if requested, the rows from each rank, ``[ranks, own rows, k]``."""
     between, input = _parts(record), record.input
     rows = input.shape[0] // size if record.length is None else record.length
     tensors = [input.new_empty([rows, *between, record.weight.shape[1]])]

@@ -253,9 +253,6 @@ def attention_on_the_way(
     return problem.communicator.enqueue(problem.op, layout, body)
 
 
-# -- backward --------------------------------------------------------------------------------------
-
-
 def attention_backward(
     problem: AttentionProblem,
     method: str,
@@ -283,9 +280,6 @@ def attention_backward(
     return problem.communicator.enqueue(problem.op, layout, body)
 
 
-# -- in one kernel ---------------------------------------------------------------------------------
-
-
 def all_gather_attention_fused(
     problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration
 ) -> Event:
@@ -300,7 +294,6 @@ def all_gather_attention_fused(
     lines = [line for line in all_lines if line[0] in readers]
 
     def slots_of(source: int) -> tuple[int, int]:
-        """Return the first slot of the chunks of ``source``, and how many there are."""
         first = formulas.chunk_slots(lengths[:source], size)
         return first, formulas.ceil_div(lengths[source], size)
 

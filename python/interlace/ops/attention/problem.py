@@ -202,7 +202,6 @@ class AttentionProblem:
         return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
-        """Pack keys and values of this rank, as they travel."""
         rows = self.key.new_empty(self.key.shape[0], self.row_elements)
         for to, each in zip(self.keys_and_values(rows), (self.key, self.value), strict=True):
             to.copy_(each)
@@ -229,12 +228,9 @@ class AttentionProblem:
         return sorted({s for rank in self.whose for s in self.shards.sources(rank, self.mask)})
 
     def after_the_caller(self) -> None:
-        """Make the compute stream wait for the work that the caller has issued until now."""
         self.communicator.compute.wait_event(self.communicator.place.record_current())
 
     def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """Copy packed sums to ``grads`` of keys and of values, on the compute stream."""
-
         def copy() -> None:
             for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
                 grad.copy_(part)
@@ -296,7 +292,6 @@ def attention_tiles(
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 

@@ -9,10 +9,8 @@ heads to rank r; results go back the same way::
 
 Like in the other methods, a partial result covers the keys of one rank, and so the bits are the same.
 
-Backward: the results and their gradients travel with the queries. The gradients of queries come back, and
-the gradients of keys in fp32. If ranks share a head of keys there are several of these, which are added up
-in the order of the ranks. Here one sum holds the contributions of all queries to a key; the other methods
-add up sums by rank, which gives other bits.
+In backward the gradients of keys come back in fp32. If ranks share a head of keys there are several of
+these, which are added up in the order of the ranks.
 
 Tensors that travel have tokens first and heads last but one.
 """
@@ -73,7 +71,6 @@ class Piece(NamedTuple):
         return self.batches, self.heads[-1].stop if rank is None else _count(self.heads[rank])
 
     def shape(self, rows: int, rank: int | None = None) -> tuple[int, int]:
-        """Return the shape of the packed rows, with the heads of ``rank``, or all."""
         return rows, math.prod(self._lines(rank)) * sum(self.sizes)
 
     def nbytes(self, rows: int, rank: int | None = None) -> int:
@@ -316,7 +313,6 @@ def exchanged_backward(
 
 
 def _add_gradients(on_heads: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
-    """Add up the gradients of the own keys, which have arrived for each head, in rank order."""
     heads, problem = on_heads.heads, on_heads.problem
     total = problem.empty_total()
 

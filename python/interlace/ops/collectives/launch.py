@@ -430,7 +430,6 @@ class BySwitch:
 
     @property
     def _block(self) -> int:
-        """Elements of a block: at least a vector of any dtype."""
         return max(VECTOR_BYTES, self.configuration.block_elements)
 
     def _run(

@@ -152,9 +152,6 @@ def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
     return gradient
 
 
-# -- reductions --------------------------------------------------------------------------------
-
-
 @dataclass
 class AllReduceArguments:
     input: Tensor
@@ -291,9 +288,6 @@ REDUCE = _record(
 )
 
 
-# -- gathers and scatters ----------------------------------------------------------------------
-
-
 @dataclass
 class AllGatherArguments:
     input: Tensor
@@ -388,9 +382,6 @@ def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
 SCATTER = _record(
     "scatter", ScatterArguments, _calls("gather", "src", "scatter_dim"), _scatter_on_all
 )
-
-
-# -- other moves -------------------------------------------------------------------------------
 
 
 @dataclass

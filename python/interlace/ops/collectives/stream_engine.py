@@ -178,8 +178,6 @@ class StreamEngine(Engine):
         place.depart()
         return None
 
-    # -- moving --------------------------------------------------------------------------------
-
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         (giver, taker, alike), rank, communicator = sides, self.rank, self._communicator
         gives, takes = self.cut(gives), self.cut(takes)
@@ -236,8 +234,6 @@ class StreamEngine(Engine):
         return algorithms.all_gather_copy(
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides

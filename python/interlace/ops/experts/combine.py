@@ -250,7 +250,6 @@ def _prepare(
 def checked_segments(
     communicator: Communicator, segments: Tensor, routing: Routing, name: str, rows: Tensor
 ) -> Tensor:
-    """Return a handle's segments, if the argument ``name`` with these ``rows`` fits its dispatch."""
     segments = checks.tensor("handle.segments", segments, communicator)
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(segments.shape) != expected:

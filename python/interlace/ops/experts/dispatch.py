@@ -210,7 +210,6 @@ class Dispatch:
         offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
 
         def rows_at(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
-            """Return the rows of ``source`` in the workspace of ``peer``."""
             width = parts[part][0].shape[1]
             begin = offsets[part] + int(begins[source, peer]) * width
             return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)

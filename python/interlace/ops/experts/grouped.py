@@ -1,26 +1,12 @@
 """The fused ops of a mixture of experts: a collective of rows, then a matmul for each expert.
 
-Before, rows are sorted by expert on every rank. ``input_splits[e]`` rows are for expert e, of all E experts
-of the group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that
-goes to k experts is there k times.
-
-After: by expert, then by source rank, then in the source's order. ``splits[e][s]`` rows of the result
-belong to the rank's expert e and come from rank s. This is the order of torch's
-``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
-(Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
+docs/reference/expert-rows.md has the order of rows before and after, algorithms and gradients. The order
+does not depend on the algorithm, nor on timing. Expert e belongs to rank ``e // (E / W)`` where experts are
+spread over ranks. ``splits[e][s]`` rows of the result belong to the rank's expert e and come from rank s.
 
 The message in which ranks compare a call also carries every rank's splits. Both ops share the code: the
 :class:`Routes` are different for all-gather and all-to-all. The torch ops get the numbers of rows on both
 sides as lists of ints, so their results are known before they run.
-
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
-``unfused``    the collective, then a matmul per expert; any dtype
-
-Gradients: for the rows, the outputs' gradients times their experts' weights are moved back. This is an
-all_to_all, or a reduce-scatter of gathered rows (ranks with fewer rows are filled with zeros). For a
-weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the collective
-follows them.
 """
 
 import functools
@@ -261,7 +247,6 @@ def start_matmul(
 
 
 def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
-    """Check the fields of ``record`` of all grouped matmuls: factors, the algorithm, the dtype."""
     input = checks.tensor("input", record.input, communicator)
     algorithm, dtype = checks.algorithm_and_dtype(input, record)
     if input.dim() != 2:
@@ -430,7 +415,6 @@ class GroupedMatmul:
     received: Tensor | None
 
     def fused(self, configuration: Configuration) -> Event:
-        """One kernel. Its first programs copy, or the copy engine sends."""
         communicator, input, routes = self.communicator, self.input, self.routes
         columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
         block_m = configuration.block_m
@@ -463,7 +447,6 @@ class GroupedMatmul:
         return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
-        """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
         for segment in [*(each[self.routes.rank] for each in self.routes.mine), None]:
             end = received.shape[0] if segment is None else segment.to
@@ -683,7 +666,6 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
 
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
-    """Receive the rows that were multiplied once more, because the op has not kept them."""
     splits: RowSplits = ctx.splits
     group = ctx.size, ctx.name
     if op == GATHER:

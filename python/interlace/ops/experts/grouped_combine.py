@@ -425,7 +425,6 @@ def _on_device(
     dtype: torch.dtype,
     format: str,
 ) -> PreparedCall:
-    """Run the kernel after a dispatch with a bound; it reads the routes on the device."""
     call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype, format)
 
     def start() -> Outcome:
@@ -555,7 +554,6 @@ def _of_tokens(record: RoutedGradientArguments) -> DispatchArguments:
 
 
 def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(record.weight.dtype), record.input.shape[0])

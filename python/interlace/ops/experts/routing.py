@@ -314,7 +314,6 @@ class Routing(NamedTuple):
     algorithm: str = "auto"
 
     def bound(self, topk: int, world_size: int) -> int:
-        """Return the most rows that a rank can receive, from ``max_tokens``."""
         if self.packed:
             return self.num_experts // world_size * self.expert_rows(world_size)
         rows = self.max_tokens * topk
@@ -400,7 +399,6 @@ def measured_for(
     columns: int,
     algorithm: str = "auto",
 ) -> tuning.Measured:
-    """Return what ``tune`` has measured for ``rows`` of the rank that sends most, if there are rows."""
     if not rows * columns:
         return tuning.UNMEASURED
     problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
@@ -551,7 +549,6 @@ def example_choice(setting: Setting) -> Tensor:
 
 
 def example_counts(setting: Setting) -> Tensor:
-    """Return the rows of all ranks, by rank and by expert of the group."""
     chosen = [example_choice(each).reshape(-1) for each in setting.everyone()]
     return torch.stack([each.bincount(minlength=EXPERTS * setting.size) for each in chosen])
 

@@ -1,9 +1,7 @@
 """Fused ops on block-scaled operands: the plain ops, on rows that contain their scales.
 
-A matrix is packed as bytes: each row's values, then its scales, see ``formats.py``. So rows and their
-scales move together under one signal, and an op has only one more argument, ``format``. Scales are not
-swizzled, so shards may have any length. A row is padded to a multiple of 128 numbers, and to a multiple of
-16 bytes.
+A matrix is packed as bytes: each row's values, then its scales (docs/reference/formats.md). So rows and
+their scales move together under one signal, and an op has only one more argument, ``format``.
 
 Float operands are quantised by the op, in the requested format; then the op has a gradient. With an input
 x, a weight w and the gradient dy of their product, three matmuls have six operands, each in blocks along
@@ -300,7 +298,6 @@ def run_packed(
 
 
 def are_formatted(record: Any) -> bool:
-    """Return whether the operands of a record are block-scaled, or will be."""
     asked = getattr(record, "format", "")
     return bool(asked) or are_scaled(*[getattr(record, name, None) for name in FACTORS])
 

@@ -1,19 +1,8 @@
-"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers.
+"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers along k.
 
-============  ============================  =========================================  ==============
-format        values                        one scale for                              scales
-============  ============================  =========================================  ==============
-fp8_block128  float8_e4m3fn                 128 numbers along k; of a weight also      float32
-                                            128 x 128
-mxfp8         float8_e4m3fn                 32 numbers along k                         float8_e8m0fnu
-mxfp8_e5m2    float8_e5m2                   32 numbers along k                         float8_e8m0fnu
-mxfp4         float4_e2m1fn_x2              32 numbers along k                         float8_e8m0fnu
-nvfp4         float4_e2m1fn_x2              16 numbers along k, and one float32 more   float8_e4m3fn
-                                            for the whole tensor
-============  ============================  =========================================  ==============
-
-``k`` is the dimension along which a matmul sums. A last block may be shorter. Sources: OCP Microscaling
-Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the weights of DeepSeek-V3.
+``k`` is the dimension along which a matmul sums. A last block may be shorter. docs/how-to/train/formats.md
+has a table of the formats. Sources: OCP Microscaling Formats (MX) Specification v1.0; cuBLAS, "Block
+Scaling Factors Layout"; the weights of DeepSeek-V3.
 """
 
 from __future__ import annotations

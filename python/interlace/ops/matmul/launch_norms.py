@@ -80,7 +80,6 @@ def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
 def tail_arguments(
     linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
 ) -> dict[str, Any]:
-    """Return the operands of the norm, and its constants; ``blocks``: see :func:`slice_blocks`."""
     tail = linear.tail
     assert tail is not None
     constants = Tail(
@@ -280,7 +279,6 @@ class RowReduction:
         return event if whole is None else gather(communicator, whole, segments, event)
 
     def unfused(self) -> Event:
-        """Run the collective, whose sums are rounded, then torch's norm of them."""
         communicator, linear, segments = self.communicator, self.linear, self.segments
         reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
         total = torch.empty_like(linear.output)

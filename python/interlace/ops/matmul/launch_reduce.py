@@ -235,7 +235,6 @@ def matmul_reduce_scatter_fused(
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """Run a torch matmul per owner into the owner's workspace; then sum in rank order."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
@@ -266,7 +265,6 @@ def matmul_reduce_scatter_pipelined(
 def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """Compute the whole product in this rank's workspace; then every rank sums its part."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, columns, dtype = communicator.rank, linear.weight.shape[1], linear.output.dtype

@@ -90,7 +90,6 @@ SMALLEST_FP8 = 89  # the lowest compute capability with which kernels can make f
 
 
 def take_norm(record: ReductionArguments, norm: Any, quantize: Any) -> None:
-    """Put a call's norm into the record of its arguments. Raise for a norm that does not fit."""
     if norm is None and record.weight is not None:
         if record.residual is not None or quantize is not None or record.gather_normed:
             raise ValueError("residual, quantize and gather_normed need a norm, but norm is None")
@@ -289,7 +288,6 @@ class NormedReduce(reduce.CheckedReduce):
         whole: WholeRows | None,
         algorithm: str = "",
     ) -> Event:
-        """Compute ``left @ linear``, reduced and normed; with ``whole`` all ranks get its rows."""
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(f"{SCATTER}_norm", max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
@@ -475,7 +473,6 @@ def _outputs(
     normed, own_lengths, dim = rows
 
     def output(lengths: Sequence[Any], columns: Any, dtype: torch.dtype) -> Output:
-        """Make ``[*lengths, columns]``, in memory with ``dim`` first."""
         matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
         if not lengths:
             return Output(matrix, matrix.view(columns))

@@ -62,7 +62,6 @@ class Linear:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a sum of products needs more steps before it is the output."""
         return self.bias is not None or bool(self.activation) or self.tail is not None
 
 

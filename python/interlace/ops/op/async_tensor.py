@@ -262,8 +262,6 @@ def _take_plain_tangents() -> None:
 
 
 class _Tracked(torch.autograd.Function):
-    """Wrap a tensor with an autograd history as an AsyncTensor with the same history."""
-
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
         return AsyncTensor(inner)
@@ -274,8 +272,6 @@ class _Tracked(torch.autograd.Function):
 
 
 class _Opened(torch.autograd.Function):
-    """Unwrap an AsyncTensor with an autograd history to the plain tensor."""
-
     @staticmethod
     def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
         return outer._complete().detach()

@@ -49,7 +49,6 @@ _known: dict[str, _FunctionalOp] = {}
 
 
 def define(op: Op) -> None:
-    """Make the op known to :func:`run`."""
     fields = tuple(op.kinds)
     operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
     _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)

@@ -353,7 +353,6 @@ class Op:
         return [name for name in self.kinds if name not in known]
 
     def example(self, setting: Setting, **others: Any) -> dict[str, Any]:
-        """Return the example arguments of a rank by name; ``others`` replace examples."""
         defaults = {name: constant(value) for name, value in self.defaults.items()}
         makers, found = {**defaults, **EXAMPLES, **self.examples}, {}
         for name in self.kinds:
@@ -415,7 +414,6 @@ class Op:
         self.gradient.save(ctx, self.record(record), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
-        """Return for autograd a gradient or None for each argument in order, and for the group."""
         assert self.gradient is not None
         found = self.gradient.backward(ctx, grad)
         assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"

@@ -188,15 +188,10 @@ def _is_parameter(kind: type) -> bool:
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
-    """Return False: nothing looks at the call."""
     return False
 
 
-# -- one node of autograd ----------------------------------------------------------------------------
-
-
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
-    """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
     if not any([type(each) is AsyncTensor for each in operands]):
@@ -208,7 +203,6 @@ def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
 def record(
     op: Op, communicator: Communicator, record: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``outputs``, the results of the op for the record ``record``, with their autograd history."""
     # new versions: later writes of the op must not count as changes of tensors that autograd saves
     outputs = [each.data for each in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
@@ -263,9 +257,6 @@ def _places(record: Any) -> Iterator[tuple[str, int | None]]:
             for index, each in enumerate(value):
                 if each is not None:
                     yield name, index
-
-
-# -- eager calls -------------------------------------------------------------------------------------
 
 
 def _as_they_are(record: Any, results: Any) -> tuple[Any, Any]:

@@ -52,7 +52,6 @@ _library = _Library(NAMESPACE, "DEF")
 
 
 def register(op: Op) -> None:
-    """Define the op, its gradient, and its forms with ``out`` and in place. Idempotent."""
     if op.name in _registered:
         return
     _registered.add(op.name)
@@ -176,9 +175,6 @@ def _functional_form(name: str) -> Callable[..., Any]:
         return input
 
     return functional
-
-
-# -- lowerings for Inductor ------------------------------------------------------------------------
 
 
 def _register_lowering(op: Op) -> None:
