@@ -12,12 +12,6 @@ References are arranged so that nothing lives longer than its users::
     allocation -> LocalMemory, handles -> memory of all ranks
     tensors from a handle -> memory
 
-A kernel gets ``buffer_ptrs_dev`` and ``signal_pad_ptrs_dev``, the addresses of two int64 tables of base
-addresses, one entry per rank::
-
-    table = hdl.buffer_ptrs_dev.to(tl.pointer_type(tl.uint64))
-    peer_ptr = tl.load(table + peer).to(tl.pointer_type(tl.float32))
-
 ``barrier``, ``put_signal`` and ``wait_signal`` are kernels on the caller's current stream, in the flag
 protocol of ``kernels/signal.py``.
 

@@ -136,10 +136,7 @@ Topology = MeshTopoInfo | utilities.MeshTopoInfo
 
 
 def interlace_topology(topo: Topology) -> MeshTopoInfo:
-    """Return ``topo`` as a MeshTopoInfo of interlace; torch's class of that name keeps its figures.
-
-    Raises TypeError for anything else.
-    """
+    """Return ``topo`` as a MeshTopoInfo of interlace; torch's class of that name keeps its figures."""
     if isinstance(topo, MeshTopoInfo):
         return topo
     if not isinstance(topo, utilities.MeshTopoInfo):

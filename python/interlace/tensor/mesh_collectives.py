@@ -5,10 +5,8 @@ differences: meta tensors are traced, ``group_src=None`` does what torch documen
 ``shard_dim_alltoall`` can be asynchronous and moves only the data that a rank needs, 1/n-th of an
 all-gather followed by a chunk.
 
-The file also has differentiable collectives of parts that differ in length along a dim, see
-docs/how-to/train/uneven.md. The ops in :mod:`interlace.ops.collectives.all_to_all` get dtype, shape,
-lengths and whether gradients are required as arguments on all ranks; these exchange them in one small
-message before the tensors.
+The file also has differentiable collectives of parts that differ in length along a dim. They exchange
+dtype, shape, lengths and whether gradients are required in one small message (docs/how-to/train/uneven.md).
 """
 
 import functools

@@ -304,8 +304,7 @@ class RowwiseParallel(torch_style.RowwiseParallel):
 
     Options as in torch: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
     ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
-    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
-    module.
+    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``).
 
     >>> from torch.distributed.tensor import Shard
     >>> RowwiseParallel(output_layouts=Shard(1))

@@ -2,8 +2,7 @@
 
 The message in which ranks compare a call also carries every rank's number of tokens. The results are the
 output and the logarithm of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both
-have gradients. The backward computes scores again. Keys travel again, and the contributions of all ranks'
-queries to the gradients of a rank's keys return to that rank.
+have gradients. The backward computes scores again, from keys that travel again.
 """
 
 import math

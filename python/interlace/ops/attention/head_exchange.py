@@ -1,13 +1,9 @@
 """The fused ops around an attention over heads: matmul + all-to-all, and all-to-all + matmul.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls: a product per receiver, sent at once; or one after pushes
-``unfused``    matmul and the collective, one after the other; any dtype
-
-Matrices are 2-D there: ``input`` has contiguous columns, weights are ``[K, N]`` with any strides and the
-same on all ranks, results are contiguous. ``rows`` lists the rows of every rank. Rank r has the r-th of W
-equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows, own K]``,
-the rows that came to this rank, if they are requested.
+Algorithms work on 2-D matrices: ``input`` has contiguous columns, weights are ``[K, N]`` with any strides
+and the same on all ranks, results are contiguous. ``rows`` lists the rows of every rank. Rank r has the
+r-th of W equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows,
+own K]``, the rows that came to this rank, if they are requested.
 
 Each op is the gradient of the other, with the transposed weight. The rows received in that, or in the
 forward, give the weight's gradient, by a torch matmul.

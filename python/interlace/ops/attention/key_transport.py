@@ -2,16 +2,7 @@
 
 The compute stream works on arrived keys while the copy stream fetches the next ones. On a CPU, where
 streams run their items at once and a peer's memory is as fast as the own, staged keys are not copied.
-
-``StagedKeys``  all ranks stage their keys in their own workspace, and readers take them from there
-``RingKeys``    from rank to rank: each passes on the keys from the rank before, and has memory for two
-
-Ways back of the contributions to the gradients of others' keys, fp32 or wider. They are read in place.
-
-``StagedSums``  the contributions of a rank stay in its workspace; each rank adds up all contributions for
-                it, in the order of the ranks
-``RingSums``    memory for two ranks' keys: the contribution of a step is taken before the step after the
-                next. Keys of rank r go round from r to r - 1, and in this order they are summed
+Contributions to the gradients of others' keys are fp32 or wider, and are read in place.
 """
 
 from collections.abc import Iterator
@@ -34,7 +25,10 @@ Tensor = torch.Tensor
 
 
 class StagedKeys:
-    """``layout``, the op's, gets the needed regions, here and in the classes below."""
+    """All ranks stage their keys in their own workspace, and readers take them from there.
+
+    ``layout``, the op's, gets the needed regions, here and in the classes below.
+    """
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem = problem
@@ -76,10 +70,11 @@ class StagedKeys:
 
 
 class RingKeys:
-    """See the module. In step s a rank has the keys of rank - s: its own, then those in buffer s % 2.
+    """Keys go from rank to rank: each passes on the keys from the rank before, and has memory for two.
 
-    Slots: "arrived" of every step, set by the rank before; "free" of every step, set by the next rank when
-    it has computed with that step's keys, and has sent them on, so its buffer may be filled again::
+    In step s a rank has the keys of rank - s: its own, then those in buffer s % 2. Slots: "arrived" of
+    every step, set by the rank before; "free" of every step, set by the next rank when it has computed with
+    that step's keys, and has sent them on, so its buffer may be filled again::
 
         rank 1  copies   own -> 2 | of 0 -> 2     | free 1? of 3 -> 2 |
                 compute  own      | of 0          | of 3              | of 2
@@ -123,6 +118,8 @@ class RingKeys:
 
 
 class StagedSums:
+    """Contributions stay in the workspace of their rank; each rank adds up all for it, in rank order."""
+
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem, shards = problem, problem.shards
         self._slots = layout.add_slots(shards.world_size)
@@ -166,10 +163,11 @@ class StagedSums:
 
 
 class RingSums:
-    """See the module. In step s a rank makes its contribution to rank - s, in buffer s % 2.
+    """Each rank sums the contributions to its keys in the order in which these go round; memory for two.
 
-    Slots: "made" of every step, set by rank + s; "taken" of every step, set by rank - s when it has added
-    that up, after the next step, so that no rank waits for a rank in the same step::
+    In step s a rank makes its contribution to rank - s, in buffer s % 2. Slots: "made" of every step, set
+    by rank + s; "taken" of every step, set by rank - s when it has added that up, after the next step, so
+    that no rank waits for a rank in the same step::
 
         rank 1  for 1 | for 0      | taken 1? for 3 | taken 0? for 2 |
                       | + own      | + of 2         | + of 3         | + of 0

@@ -1,7 +1,7 @@
 """The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
 
-:class:`StreamEngine` is for ranks of one node. Algorithm "copy" does this, and folds over
-the workspaces, in rank order.
+:class:`StreamEngine` is for ranks of one node. With "copy" each does this, and folds
+what is reduced over the workspaces, in rank order.
 
 ================  ======================================  ==================================
 op                a rank stages                           a rank takes
@@ -139,10 +139,7 @@ class StreamEngine(Engine):
         small: int | None = None,
         reduction: str | None = None,
     ) -> str:
-        """The kernel to run, or "copy"; raises if ``call`` names an algorithm that cannot do it.
-
-        ``small``: bytes for a low-latency one.
-        """
+        """The kernel to run, or "copy"; raises if it cannot. ``small``: bytes for a low-latency one."""
         place, multicast = self._communicator.place, self._communicator.arena.multicast
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)

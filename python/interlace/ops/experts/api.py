@@ -75,8 +75,7 @@ def dispatch(
 ) -> tuple[Received, DispatchHandle] | Work:
     """Send every token to the ranks that have its experts, and sort the rows there by expert.
 
-    Rank r has the experts from ``r * num_experts / W`` on. A token with several experts on one rank travels
-    there once.
+    Rank r has the experts from ``r * num_experts / W`` on. A token travels once to each rank.
 
     Parameters
     ----------

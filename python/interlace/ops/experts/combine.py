@@ -219,10 +219,7 @@ def pipelined_home(
 def _prepare(
     communicator: Communicator, record: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    Without ``outputs`` the result is the sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     routing = record.routing
     rows = checks.tensor("y", record.input, communicator)
     checks.float_dtype("y", rows.dtype)

@@ -320,10 +320,7 @@ def exchanged_rows(
 def _prepare(
     communicator: Communicator, record: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: of :func:`results`, if the caller has allocated them.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     scales, routing = record.scales, record.routing
     x = checks.tensor("x", record.input, communicator)
     if x.dtype not in MOVED_DTYPES:

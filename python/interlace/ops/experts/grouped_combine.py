@@ -238,10 +238,7 @@ class GroupedMatmulCombine:
 def _prepare(
     communicator: Communicator, record: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    Without ``outputs`` the result is the sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = check(communicator, record)
     if isinstance(record, GroupedCombineArguments):
         splits = checked_splits(communicator, call, record.splits)

@@ -146,10 +146,7 @@ def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows:
 
 @dataclass(frozen=True)
 class HostRoutes:
-    """Routes of rows that the host knows. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
-
-    ``expert_rows``: see :class:`Bounds`.
-    """
+    """Routes of rows that the host knows. ``counts``: ``[W, experts]`` of all ranks, on the CPU."""
 
     assignment: Assignment
     counts: Tensor

@@ -1,9 +1,5 @@
 """The launch side of all-gather + matmul: workspace layout, grid, launch sequence.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on chunks, each as soon as its chunk is there
-``unfused``    all-gather, then matmul; any dtype
-
 Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
 strides, results are contiguous. ``rows`` lists the rows of every rank.
 

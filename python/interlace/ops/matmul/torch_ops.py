@@ -5,18 +5,10 @@ and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is the name
 backend, or of an interlace group. ``functions.py`` registers the ops. Inputs need not be in symmetric
 memory.
 
-==============================  ======================================================================
-op                              is
-==============================  ======================================================================
-fused_all_gather_matmul,        interlace's fused ops, for floats; for other dtypes collective and matmul
-fused_matmul_reduce_scatter
-the same with "scaled"          gather and ``torch._scaled_mm``, as in torch's own fallback
-_low_contention_*               in flight until ``_c10d_functional.wait_tensor``
-one_shot_*, two_shot_*,         interlace's collectives, complete when they return
-multimem_*, reduce_scatter_out
-==============================  ======================================================================
-
-As in torch there are no gradients. Inputs that require gradients cause a warning.
+The fused ops are interlace's for floats; for other dtypes they are a collective and a matmul. The scaled
+ones gather and call ``torch._scaled_mm``, as torch's own fallback does. ``_low_contention_*`` are in flight
+until ``_c10d_functional.wait_tensor``. All others are complete when they return. As in torch there are no
+gradients. Inputs that require gradients cause a warning.
 """
 
 from collections.abc import Sequence
