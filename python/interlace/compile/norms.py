@@ -329,9 +329,6 @@ def _vectors(dtype: torch.dtype, nodes: Sequence[Any]) -> list[fx.Node | None]:
     return found
 
 
-# -- vLLM's ops ----------------------------------------------------------------------------------------
-
-
 ALONE = {"_C::rms_norm": "result", "vllm_ir::rms_norm": 0}
 ADDS_TOO = {"_C::fused_add_rms_norm": ("input", "residual"), "vllm_ir::fused_add_rms_norm": (0, 1)}
 QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
@@ -368,9 +365,6 @@ def _called_norms(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> 
                 yield _as_fp8(norm, Quantisation(fp8, results.get("scale")))
             else:
                 yield _as_fp8(norm, by_input(fp8, named["scale"], source))
-
-
-# -- fp8 ------------------------------------------------------------------------------------------------
 
 
 FP8 = torch.float8_e4m3fn

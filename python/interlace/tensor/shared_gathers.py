@@ -1,7 +1,7 @@
 """One gather for all linears that read the same sequence-sharded input: q, k and v, or w1 and w3.
 
-The first linear multiplies while it gathers, and its op also returns the gathered input. The others
-multiply the gathered input. In backward their gradients of it are added before one reduce-scatter::
+The first linear multiplies while it gathers, and its op also returns the gathered input ``X``. In backward
+the linears' gradients of ``X`` are added before one reduce-scatter::
 
     wq(x)   all_gather_matmul(x, Wq) -> q, X        wk(x)   X @ Wk        wv(x)   X @ Wv
 

@@ -467,9 +467,6 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return dict(zip(("query", "key", "value"), map(wait, gradients), strict=True))
 
 
-# -- references: one process plays all ranks --------------------------------------------------------
-
-
 class _Sequence(NamedTuple):
     """Tokens of ``ranks``, in rank order: ``[batch, heads, tokens, size]``, in fp32 or wider.
 

@@ -3,9 +3,6 @@
 In "fused" ranks exchange results as words with flags; for many queries by a plain all-gather. "unfused"
 computes sequences of equal length together if the host knows lengths. Then no more of a cache is read than
 needed, and nothing is copied to be masked.
-
-Caches are read in place: ``[batches, tokens, heads, size]``, any strides but the last; or, with a table of
-pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may have another size.
 """
 
 from __future__ import annotations

@@ -485,9 +485,6 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
     )
 
 
-# -- references: one process plays all ranks --------------------------------------------------------
-
-
 def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
     """Return the biases of ranks, after a check that their tensors fit together."""
     op, first = ranks[0].op, ranks[0]

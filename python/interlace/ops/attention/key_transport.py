@@ -198,10 +198,8 @@ class RingSums:
         return self._of(workspace, rank, step)
 
     def publish(self, workspace: Workspace, source: int, complete: bool) -> None:
-        compute, step = (
-            self._problem.communicator.compute,
-            (self._problem.rank - source) % self._steps,
-        )
+        compute = self._problem.communicator.compute
+        step = (self._problem.rank - source) % self._steps
         if complete and step:
             compute.publish(workspace, source, self._made + step)
         if step:

@@ -89,7 +89,6 @@ def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = 
 
 
 PieceParts = Sequence[Tensor]
-"""The tensors of one piece."""
 
 
 def tokens_first(sums: Tensor) -> Tensor:

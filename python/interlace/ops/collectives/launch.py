@@ -280,7 +280,6 @@ def fold_staged(
     output: torch.Tensor,
     reduction: str,
 ) -> None:
-    """Reduce what each rank has staged for this one at ``offset`` of its workspace."""
     wait_for_all(communicator, workspace, slots)
     parts = [
         workspace.data(source, offset, output.shape, output.dtype)

@@ -307,9 +307,8 @@ def _scatter_by_kernel(
         _refuse("reduce_scatter", "every rank has all sums in the end; use all_reduce")
     whole = neighbours(inputs)
     own_input = inputs[communicator.rank]
-    in_place = (
-        output.data_ptr() == own_input.data_ptr()
-    )  # a block is read before its sum is written
+    # a block is read before its sum is written
+    in_place = output.data_ptr() == own_input.data_ptr()
     if whole is None or (overlap(output, whole) and not in_place):
         whole = torch.cat([part.view(-1) for part in inputs])
     config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)

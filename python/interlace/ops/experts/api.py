@@ -1,8 +1,4 @@
-"""The functions for experts: rows go to their experts, are multiplied by weights, and return.
-
-The low-latency forms, for decoding, have fixed places for results, which are known before any row arrives.
-Rows may travel as fp8, with a scale for each token and 128 channels.
-"""
+"""The functions for experts: rows go to their experts, are multiplied by weights, and return."""
 
 from __future__ import annotations
 

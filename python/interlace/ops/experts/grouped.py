@@ -399,7 +399,6 @@ def expert_operands(
 
 
 def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Linear:
-    """Return the product of one expert; ``output``: its destination, if it is not the common one."""
     bias = None if linear.bias is None else linear.bias[expert]
     to = linear.output if output is None else output
     return replace(linear, weight=linear.weight[expert], bias=bias, output=to)

@@ -1,15 +1,13 @@
 """The fused ops on scaled operands: fp8 matrices whose numbers are multiplied by scales.
 
 The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, computed by ``torch._scaled_mm``,
-which decides about dtypes and shapes. A scale is float32. It is one for all numbers, or one per row of
-``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. If the kinds differ, the single scale is
-repeated. A single scale of a gathered input has to be equal on all ranks.
+which decides about dtypes and shapes. If one scale is by row or column and the other single, the single one
+is repeated.
 
 "unfused" sends rows in fp8, with their own scales if they have some, and all of it is in flight. A whole
 product that is reduced is computed before the call returns, and reduced in ``out_dtype``, in flight.
 "fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where it arrives and accumulates in
-fp32. Products of a reduction are scaled before they are sent, in ``out_dtype``, by default bfloat16. There
-are no gradients.
+fp32. Products of a reduction are scaled before they are sent, in ``out_dtype``. There are no gradients.
 """
 
 import dataclasses

@@ -85,7 +85,6 @@ class Setting:
 
 
 Example = Callable[[Setting], Any]
-"""A function that makes an argument of a rank."""
 
 
 def constant(value: Any) -> Example:
