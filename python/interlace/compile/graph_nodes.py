@@ -1,4 +1,4 @@
-"""Nodes of an aten graph: their properties and dependencies, new nodes that know their shapes, collectives.
+"""Nodes of an aten graph: properties, dependencies, new nodes that know their shapes, and collectives.
 
 Ops that change their arguments appear functionalised: ``auto_functionalized(op, input=x, ...)`` returns the
 op's results, and then its changed arguments, in the order of the schema or of ``_all_bases``.

@@ -93,7 +93,7 @@ class DecodeProblem:
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
-        """Yield sequences of equal lengths side by side, the longest, and whether others are shorter.
+        """Yield neighbouring sequences of equal lengths, the longest length, whether others are shorter.
 
         If the host does not know lengths: all sequences, the capacity of a cache, and True.
         """
@@ -106,7 +106,7 @@ class DecodeProblem:
             yield sequences, max(lengths), min(lengths) < max(lengths)
 
     def first(self, cache: Tensor, sequences: slice, tokens: int) -> Tensor:
-        """Return ``[sequences, tokens, heads, size]``, a copy only of pages or for its last stride."""
+        """Return ``[sequences, tokens, heads, size]``; copy pages, or if the last dimension has gaps."""
         if self.pages is None:
             return unit_rows(cache[sequences, :tokens])
         used = self.pages[sequences, : formulas.ceil_div(tokens, cache.shape[1])]

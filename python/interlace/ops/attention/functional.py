@@ -217,8 +217,8 @@ def context_parallel_attention(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
 
-    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. The methods
-    are the ``cp_comm_type`` "all_gather", "p2p" and "a2a" of Megatron-core and TransformerEngine, which cut
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. The methods are
+    the ``cp_comm_type`` "all_gather", "p2p" and "a2a" of Megatron-core and TransformerEngine. These cut
     each packed sequence into 2 W chunks; here the whole is cut.
 
     >>> def attended():

@@ -6,7 +6,7 @@ to another arrive in the order they were sent.
 If length or dtype of a message and its receive differ, both ranks raise an error with the same text, and
 later messages are correct again. Between hosts the send raises it on the sender. On one host a send ends
 when its bytes have left the tensor, often before the receiver asks for them. There the sender's next wait
-for a send or receive of the group raises it, although that message has moved.
+for a send or receive of the group after the refusal has arrived raises it, although that message has moved.
 
 In ``monitored_barrier`` every rank tells rank 0 that it has arrived, and waits until rank 0 answers that
 all have. The messages of both directions have a number for each monitored barrier of the group, so a rank

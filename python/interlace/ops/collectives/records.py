@@ -142,7 +142,7 @@ def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
 
 
 def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
-    """Return a gradient that calls ``op`` on the output's gradient; ``arguments`` of the call, or "sum"."""
+    """Return a gradient that calls ``op`` on the output's gradient; ``arguments``: names, or "sum"."""
 
     def gradient(ctx: Any, grad: Tensor) -> Tensor:
         given = [ctx.call.get(name, name) for name in arguments]

@@ -1,7 +1,7 @@
 """The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
 
-:class:`StreamEngine` is for ranks of one node. With "copy" each does this, and folds
-what is reduced over the workspaces, in rank order.
+:class:`StreamEngine` is for ranks of one node. With "copy" each rank does this, and folds what is reduced
+over the workspaces, in rank order.
 
 ================  ======================================  ==================================
 op                a rank stages                           a rank takes

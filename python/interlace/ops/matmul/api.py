@@ -255,9 +255,8 @@ def all_reduce_norm(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
     Semantics: ``torch.distributed.all_reduce``, an addition, ``torch.nn.functional.rms_norm`` or
-    ``layer_norm``; torch rounds after each of them, and "unfused" rounds after the all-reduce. Nothing
-    is in place: h is a new tensor. Gradients are recorded. A row's largest value is taken from its fp32
-    norm.
+    ``layer_norm``; torch rounds after each of them, and "unfused" rounds after the all-reduce. Nothing is
+    in place: h is a new tensor. Gradients are recorded. A row's largest value comes from its fp32 norm.
 
     >>> def normed():
     ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())

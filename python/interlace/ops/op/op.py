@@ -329,7 +329,7 @@ class Op:
     several : whether it returns a list.
     algorithms : the algorithms that a caller can choose, except "auto", each with the kernels that it
         launches. An op with algorithms has a target in ``verify`` and cases in ``check``.
-    examples : for arguments that have no default and are not in ``EXAMPLES``.
+    examples : by argument, how tests and tools make it, if ``EXAMPLES`` and the default do not suffice.
     """
 
     name: str

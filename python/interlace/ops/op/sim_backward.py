@@ -73,7 +73,7 @@ def in_rank(function: Callable[[], Result]) -> Result:
 
 
 def install() -> None:
-    """Let simulated ranks compute gradients that communicate, before they enter hooks on saved tensors."""
+    """Let simulated ranks compute gradients that communicate; call it before hooks on saved tensors."""
     with _installing:
         _torch._engine_run_backward = _run
         for name in _METHODS:
