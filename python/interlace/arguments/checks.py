@@ -1,13 +1,7 @@
 """Checks of arguments. Messages name the argument and both values; the communicator adds the rank.
 
-The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors, and
-the memory of earlier calls.
-
-``interlace.RMSNorm`` and ``interlace.LayerNorm`` describe the norm that an op does, and are checked here.
-
-Some ops take one tensor per rank: a list, or one tensor whose shape decides between concatenation and
-stack. For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the
-stack ``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors.
+docs/reference/collectives.md says which shapes one tensor for all ranks may have.
 """
 
 import contextlib
@@ -67,7 +61,6 @@ def copied_back(
     dense: Sequence[torch.Tensor],
     event: Event | None,
 ) -> Event | None:
-    """Copy, after ``event``, each dense stand-in to its tensor in ``outputs``."""
     pairs = [(out, source) for out, source in zip(outputs, dense, strict=True) if out is not source]
     if not pairs:
         return event
@@ -80,7 +73,6 @@ def copied_back(
 
 
 def remember(communicator: Communicator, key: object, call: Call) -> Call:
-    """Keep ``call`` for the next equal call. Raise TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype):
             check_not_quantized(f"{call.op}: {term}", value)
@@ -234,7 +226,6 @@ def reduce_op(op: Any) -> tuple[str, Factor]:
 
 
 def one_node(algorithm: str, communicator: Communicator) -> None:
-    """Raise ValueError if ``algorithm`` works within one node and the group has several."""
     if algorithm not in ("auto", "unfused") and communicator.place.nodes is not None:
         raise ValueError(
             f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
@@ -278,7 +269,6 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Return the seconds of a number, a timedelta or None."""
     if value is None:
         return None
     number = value.total_seconds() if isinstance(value, timedelta) else value
@@ -345,7 +335,6 @@ def index(name: str, value: object, length: int) -> int:
 def matrix(
     name: str, value: object, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
-    """Return a weight ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
     weight = tensor(name, value, communicator)
     if weight.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")
@@ -356,7 +345,6 @@ def matrix(
 
 
 def inner_length(name: str, rows: Any, input: Any) -> None:
-    """Raise unless a weight has as many rows as ``input`` has columns."""
     if rows != input.shape[-1]:
         shape = tuple(input.shape)
         raise ValueError(f"{name} has {rows} rows, input has k = {shape[-1]} (shape {shape})")
@@ -365,7 +353,6 @@ def inner_length(name: str, rows: Any, input: Any) -> None:
 def bias_of(
     name: str, value: Any, shape: tuple[int, ...], input: torch.Tensor, communicator: Communicator
 ) -> torch.Tensor | None:
-    """Return a bias of the input's dtype, or None."""
     if value is None:
         return None
     bias = tensor(name, value, communicator)
@@ -384,7 +371,6 @@ def bias_dtype(name: str, bias: torch.Tensor, input: torch.Tensor) -> None:
 
 
 def flag(name: str, value: object) -> None:
-    """Raise unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
@@ -401,7 +387,6 @@ def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
 def equal_on_all(
     op: str, name: str, values: Sequence[object], *, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise unless all ranks' ``values`` are equal, with the same message on every rank."""
     for other, value in enumerate(values):
         if value != values[0]:
             raise kind(
@@ -428,7 +413,6 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
 def fused_dtype(
     algorithm: str, name: str, dtype: torch.dtype, instead: str = '"unfused" or "auto"'
 ) -> None:
-    """Raise TypeError if ``algorithm`` has a fused kernel, which cannot take ``dtype``."""
     if algorithm in ("fused", "low_latency") and dtype not in FUSED_DTYPES:
         raise TypeError(
             f'algorithm="{algorithm}" supports float32, float16 and bfloat16, {name} is {dtype}; use '
@@ -446,7 +430,6 @@ def activation(name: str, value: object) -> str:
 
 
 def activations(value: Any, count: int, several: bool) -> list[str]:
-    """Return one name for each of ``count`` weights."""
     if not several or value is None or isinstance(value, str):
         return [activation("activation", value)] * count
     entries("activation", value, "weight", count, of="a name or a sequence")
@@ -454,7 +437,6 @@ def activations(value: Any, count: int, several: bool) -> list[str]:
 
 
 def entries(name: str, value: object, like: str, count: int, *, of: str = "a sequence") -> None:
-    """Raise unless ``value`` is a sequence with an entry for each of the ``count`` weights ``like``."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be {of} like {like}, got {type(value).__name__}")
     if len(value) != count:
@@ -462,7 +444,6 @@ def entries(name: str, value: object, like: str, count: int, *, of: str = "a seq
 
 
 def keys_and_values(kv_cache: object) -> tuple[Any, Any]:
-    """Return keys and values; raise TypeError unless there are two."""
     got = type(kv_cache).__name__
     if isinstance(kv_cache, Sequence) and not isinstance(kv_cache, torch.Tensor):
         if len(kv_cache) == 2:
@@ -579,7 +560,6 @@ def checked_norm(
 def checked_residual(
     communicator: Communicator, residual: object, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
-    """Return a residual of the output's shape and dtype, or None."""
     if residual is None:
         return None
     addend = tensor("residual", residual, communicator)
@@ -605,8 +585,7 @@ def parts(
 ) -> list[torch.Tensor]:
     """Return the tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
 
-    Raise unless this rank's tensor has the shape of ``like``; only that one may share memory with ``like``.
-    ``written``: the op writes the tensors.
+    Only this rank's tensor may share memory with ``like``. ``written``: the op writes the tensors.
     """
     rank = communicator.rank
     if type(whole) is not list:

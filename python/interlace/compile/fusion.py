@@ -6,20 +6,13 @@ This is the rewrite for a gather of ``x`` that two matmuls read, with a result t
     after    f = interlace.all_gather_matmul(x, [A, B], [], dim, True, ...)
              a = wait(f[0])   b = wait(f[1])   w = wait(f[2])
 
-The readers of the matmul see the same shape and strides as before. Nothing is fused or left silently: every
-collective is a :class:`Candidate` in the :class:`Report`.
+The readers of the matmul see the same shape and strides as before. Every collective is a
+:class:`Candidate` in the :class:`Report`, so nothing is fused or left silently.
 
-Policy "auto" compares the predicted seconds of a collective and a matmul with those for the fused op:
-
-::
-
-    unfused = latency + bytes / bandwidth + flops / speed
-    fused   = host + max(bytes / fused bandwidth, flops / speed) + the part that does not overlap
-
-Other compilers may call :func:`predict`, which computes this. ``runtime/tuning/tuning.py`` has the
-machines. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without measurements.
-``FusionPass`` accepts another :class:`Machine`, such as :func:`calibrated`. It never uses that by default:
-ranks compile alone, and ranks on another host have another file, or none.
+Policy "auto" compares predicted seconds (docs/how-to/compile/passes.md). ``runtime/tuning/tuning.py`` has
+the machines: ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without
+measurements. A :func:`calibrated` machine is never used by default: ranks compile alone, and ranks on
+another host have another file, or none.
 """
 
 import functools
@@ -64,7 +57,6 @@ Times = tuple[float, float] | tuple[None, None]
 
 
 def why_not(policy: str, times: Times) -> str:
-    """Return why the fusion pass leaves a possible fusion with predicted ``times``; "" if it fuses."""
     if policy == "never":
         return 'policy is "never"'
     slower = policy == "auto" and times[0] is not None and times[1] >= times[0]
@@ -255,7 +247,6 @@ class Pattern:
 
 
 def check_options(policy: str, machine: object, patterns: Sequence[object]) -> None:
-    """Raise for options that the fusion pass does not accept."""
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not isinstance(machine, Machine | None):
@@ -340,7 +331,6 @@ Decision = tuple[Candidate, Callable[[], None], Collective | None]
 def _by_pattern(
     patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
 ) -> Decision | None:
-    """Decide by the first pattern that finds something; return None without one."""
     for pattern in patterns:
         found = pattern.find(collective)
         if found is None:
@@ -364,13 +354,11 @@ def _candidate(
     times: Times,
     notes: tuple[str, ...] = (),
 ) -> Candidate:
-    """Return a candidate, which is fused unless there is a ``reason``."""
     kind, where = collective.kind, nodes.source_line(collective.start)
     return Candidate(kind, where, op, shape, matmuls, not reason, reason, times[0], times[1], notes)
 
 
 def _other(node: fx.Node) -> Candidate:
-    """Return a candidate for a collective without a fused op."""
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     reason = "a collective of another kind"
     if op.startswith(tuple(WITH_MATMULS)):
@@ -383,7 +371,6 @@ def _other(node: fx.Node) -> Candidate:
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
 ) -> Decision:
-    """Decide by the adjacent matmuls, and by the norm of the reduced tensor."""
     norm, notes = _norm_of(collective)
     times: Times = (None, None)
     products: list[GraphProduct] = []
@@ -419,7 +406,6 @@ def _nothing() -> None:
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
-    """Return the norm that reads the reduced tensor, or why it is left out."""
     if collective.kind == "all_gather" or collective.reduce_op not in ("sum", "avg"):
         return None, ()
     try:

@@ -9,21 +9,19 @@ torch's norms and in those written by hand::
     layer   mul(sub(x, mean), rsqrt(add(var, eps))), of var_mean; or native_layer_norm
     then    mul by a weight and add a bias, in fp32 or in h's dtype, after or before it is rounded to h's
 
-Or the norm is one of vLLM's ops. Some of these also add the residual, and some quantise (``ADDS_TOO`` and
-below).
-
-Other values that are read from a norm's parts, such as the statistics that a forward saves for its
-backward, stay in the graph. They are computed from the sum that the op returns.
+Or the norm is one of vLLM's ops. Other values that are read from a norm's parts, such as the statistics
+that a forward saves for its backward, stay in the graph. They are computed from the sum that the op
+returns.
 
 If only fp8 and a scale for every row are read from the normed rows, an op makes both in its tail. torch and
-vLLM's ``QuantFP8`` write it so, in any order of the casts::
+vLLM's ``QuantFP8`` write it so, in any order of the casts, or vLLM's ops compute it::
 
     scale   max |y| over a row / 448, at least some small number
     fp8     float8_e4m3fn of clamp(y / scale, -448, 448), or of y times the reciprocal of scale
 
-Or it is one of vLLM's ops. A single scale for all rows may also exist before them, as an input of the
-graph. Then the norm's weight is divided by the scale, and an op makes the fp8. If a scale comes from the
-largest number of all rows, no op makes it, and it stays in the graph.
+A single scale for all rows may also exist before them, as an input of the graph. Then the norm's weight is
+divided by the scale, and an op makes the fp8. If a scale comes from the largest number of all rows, no op
+makes it, and it stays in the graph.
 """
 
 import contextlib
@@ -93,7 +91,6 @@ class Quantisation(NamedTuple):
 
 
 def find(collective: Collective) -> GraphNorm | None:
-    """Return the norm of the reduced tensor, or None; raise Unfit if it cannot be fused."""
     reduced = collective.result
     while (user := only_user(reduced)) is not None and is_call(user, *RESHAPES):
         if not keeps_columns(user):
@@ -242,7 +239,6 @@ def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
 
 
 def _scaled_ends(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
-    """Yield ``x`` times the reciprocal square root of ``variance`` and an eps."""
     for added in variance.users:
         if not is_call(added, *ADDS) or not isinstance(added.args[1], float):
             continue
@@ -278,7 +274,6 @@ def _finish(
 
 
 def _with_quantisation(norm: GraphNorm) -> GraphNorm:
-    """Return the norm with the quantisation after it, if there is one and an op supports it."""
     if norm.normed is None:
         return norm
     try:
@@ -334,9 +329,6 @@ def _vectors(dtype: torch.dtype, nodes: Sequence[Any]) -> list[fx.Node | None]:
     return found
 
 
-# -- vLLM's ops ----------------------------------------------------------------------------------------
-
-
 ALONE = {"_C::rms_norm": "result", "vllm_ir::rms_norm": 0}
 ADDS_TOO = {"_C::fused_add_rms_norm": ("input", "residual"), "vllm_ir::fused_add_rms_norm": (0, 1)}
 QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
@@ -375,9 +367,6 @@ def _called_norms(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> 
                 yield _as_fp8(norm, by_input(fp8, named["scale"], source))
 
 
-# -- fp8 ------------------------------------------------------------------------------------------------
-
-
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SMALLEST = 1e-5  # a larger lower bound would change a scale
@@ -390,7 +379,6 @@ NO_SCALE = "its scale is not from the largest number of a row, and does not exis
 
 
 def quantisation_of(normed: fx.Node) -> Quantisation | None:
-    """Return the fp8 that replaces ``normed``, or None if there is none."""
     found = None
     for y in chain_of_reshapes(normed):
         found = found or next(_written_fp8(y), None) or _called_fp8(y)
@@ -493,7 +481,6 @@ def _called_fp8(y: fx.Node) -> Quantisation | None:
 
 
 def _only_for(node: fx.Node, targets: set[fx.Node | None]) -> bool:
-    """Return whether only ``targets`` read ``node``, directly or indirectly."""
     return all(
         user in targets or (user.op != "output" and user.users and _only_for(user, targets))
         for user in node.users

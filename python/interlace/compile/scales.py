@@ -122,7 +122,6 @@ class Scales:
 
 
 def scaled_call(node: object) -> NamedCall | None:
-    """Return the call of a scaled matmul that ``node`` is, or whose result it is."""
     if is_call(node, operator.getitem):
         node = arguments(node)[0]  # type: ignore[arg-type]
     call = named_call(node) if isinstance(node, fx.Node) else None
@@ -186,7 +185,6 @@ def _as_list(scales: Any) -> list[Any]:
 
 
 def _number(recipe: Any) -> int:
-    """Return the first number of a list of enums or ints, or a single one; 0 if there is no number."""
     first = next(iter(_as_list(recipe)), None) or 0
     return int(getattr(first, "value", first))
 
@@ -332,8 +330,6 @@ def _bytes_as_numbers(dtype: torch.dtype) -> torch.dtype:
 
 
 def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.Node) -> Any:
-    """Run a chain of nodes on known tensors, on the CPU."""
-
     def replace_node(each: object) -> object:
         if isinstance(each, fx.Node):
             return values[each]

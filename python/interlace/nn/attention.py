@@ -29,7 +29,6 @@ Tensor = torch.Tensor
 
 
 def _options(layer: object) -> dict[str, Any]:
-    """Return the options of attention that are attributes of a layer."""
     names = ("causal", "scale", "window", "group", "layout", "balance", "algorithm")
     return {name: getattr(layer, name) for name in names}
 
@@ -209,7 +208,6 @@ class UlyssesAttention(OnGroup):
         return output.transpose(0, 1) if self.layout == "bshd" else output
 
     def _lengths(self, input: object, lengths: object) -> list[int]:
-        """Return every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):
             text = f"input must be a tensor, got {type(input).__name__}"
@@ -249,7 +247,6 @@ class UlyssesAttention(OnGroup):
     def _beside(
         self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, options: dict[str, Any]
     ) -> Tensor:
-        """Project this rank's tokens, and exchange heads in the attention."""
         q, k, v = (
             each(input).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v)
         )

@@ -57,8 +57,6 @@ class LinearOptions:
 
 
 class LinearArguments(TypedDict, total=False):
-    """The options as keyword arguments, for type checkers."""
-
     group: Group
     sequence_parallel: bool
     batch_first: bool
@@ -178,7 +176,6 @@ class LinearParameters(ShardedModule):
 
     @property
     def _factor(self) -> Any:
-        """Return the weight for the functions: the parameter, or the scaled weight that was loaded."""
         return unpacked_rows(self.weight, *self._loaded) if self._loaded else self.weight
 
     def extra_repr(self) -> str:
@@ -189,7 +186,6 @@ class LinearParameters(ShardedModule):
 
 
 def _options(layer: object) -> dict[str, Any]:
-    """Return the options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in (*names, "format")}
 
@@ -202,10 +198,7 @@ def check_features(
     weight: Tensor | None = None,
     name: str = "weight",
 ) -> None:
-    """Raise unless ``input`` has ``features`` features and the dtype of the layer's ``weight``.
-
-    The function checks an input that is not a tensor.
-    """
+    """Raise unless ``input``, if it is a tensor, has ``features`` features and the dtype of ``weight``."""
     with layer.group.on(input).accepting(kind := type(layer).__name__):
         if not isinstance(input, Tensor):
             return
@@ -220,7 +213,6 @@ def check_features(
 def gathering_linear(
     layer: Any, input: Tensor, weights: list[Any], biases: list[Any], names: Sequence[str]
 ) -> list[Tensor]:
-    """Call :func:`column_parallel_linear` with the options of ``layer``."""
     return column_parallel_linear(
         input,
         weights,

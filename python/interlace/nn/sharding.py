@@ -54,8 +54,6 @@ class HeldGroup:
 
 
 class OnGroup(torch.nn.Module):
-    """A module that communicates over ``group``, which several modules may share."""
-
     def __init__(self, group: Group | HeldGroup) -> None:
         super().__init__()
         self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
@@ -156,7 +154,6 @@ class Sharding:
 
 
 def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the mesh and the placements of a DTensor that has the layout of ``sharding``."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements: tuple[object, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
@@ -202,7 +199,6 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
 
 
 def positive(**sizes: object) -> None:
-    """Raise TypeError or ValueError for the first of ``sizes`` (by argument) that is not a positive int."""
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
@@ -211,7 +207,6 @@ def positive(**sizes: object) -> None:
 
 
 def divisible(argument: str, value: int, group: Communicator) -> None:
-    """Raise unless ``value`` is a positive multiple of the size of ``group``."""
     positive(**{argument: value})
     if value % group.world_size:
         raise ValueError(
@@ -261,7 +256,6 @@ class ShardedModule(OnGroup):
         self._attach()
 
     def _attach(self) -> None:
-        """Attach shardings again to parameters that torch has replaced."""
         for name, sharding in self._shardings.items():
             parameter: Any = self._parameters.get(name)
             if parameter is not None:
@@ -288,7 +282,6 @@ class ShardedModule(OnGroup):
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
     def _versions(self) -> list[tuple[int, int, list[float]]]:
-        """Return numbers that change with the values of the parameters."""
         parameters = [each for each in self._parameters.values() if each is not None]
         return [(id(each), each._version, _beginning(each)) for each in parameters]
 
@@ -411,13 +404,11 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
-    """Return whether two DTensors have their parts on the same ranks."""
     alike = one.shape == other.shape and one.device_mesh == other.device_mesh
     return alike and tuple(one.placements) == tuple(other.placements)
 
 
 def _split_as(parameter: Any, value: torch.Tensor) -> Any:
-    """Return ``value``, which all ranks of the parameter's own mesh have, as a DTensor like it."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements

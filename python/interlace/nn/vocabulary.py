@@ -3,7 +3,7 @@
 The logits are never gathered. Ranks exchange three numbers per token, in two all-reduces: the largest
 logit, then the sum of exponentials, the target's logit and, for label smoothing, the sum of logits.
 Backward needs no communication. Forward and backward process rows in pieces, which bounds their fp32
-memory. Between them only the logits and numbers per token, such as the log-sum-exp, are kept.
+memory.
 """
 
 from collections.abc import Iterable
@@ -119,7 +119,6 @@ class VocabParallelEmbedding(ShardedModule):
                 )
 
     def _found(self, input: Tensor) -> Tensor:
-        """Look up the rows that this rank has; the others are zeros."""
         first, count = self._shardings["weight"].part()
         if not count:  # keep this rank in the graph like the others
             return self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
@@ -194,7 +193,6 @@ def vocab_parallel_cross_entropy(
 def _check_classes(
     logits: Any, target: Any, vocab_size: Any, ignore_index: int, communicator: Communicator
 ) -> tuple[int, int]:
-    """Return the number of classes on all ranks, and this rank's first class."""
     rank, size = communicator.rank, communicator.world_size
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
@@ -285,7 +283,6 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
 
 
 def _pieces(tokens: int, here: int) -> list[slice]:
-    """Return the slices of rows that are processed at once."""
     step = max(1, ELEMENTS_AT_ONCE // max(1, here))
     return [slice(first, first + step) for first in range(0, tokens if here else 0, step)]
 

@@ -1,13 +1,12 @@
 """Blocks of a whole tensor, one per rank of a mesh: their positions, by arithmetic alone, and their moves.
 
 A block is the position of a rank's part in the whole, ``(start, length)`` along each dim. Several ranks may
-have the same block and hold replicas of it. Blocks are moved from one rank to all, from all to one, and
-summed; nothing here is recorded for backward.
+have the same block and hold replicas of it. Nothing here is recorded for backward.
 
-Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
-another; along ``Replicate()`` they hold the same. If several mesh dims shard one tensor dim, it is cut
-along the first of them, and each part along the next, as ``DTensor`` does. Lengths are free if the shards
-can be put together: ranks that hold the same part of a dim have the same length of it.
+Along a mesh dim of placement ``Shard(d)`` ranks hold parts of tensor dim d, one after another; along
+``Replicate()`` they hold the same. If several mesh dims shard one tensor dim, it is cut along the first of
+them, and each part along the next, as ``DTensor`` does. Ranks that hold the same part of a dim have the
+same length of it; otherwise lengths are free.
 """
 
 import itertools
@@ -40,7 +39,6 @@ def cut(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]:
-    """Return blocks of ``lengths`` along ``dim``, one after another."""
     starts = [0, *accumulate(lengths)]
     spans = [(0, length) for length in shape]
     return [
@@ -81,7 +79,6 @@ class CutTensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.communicator.place.device)
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return all ranks' blocks of ``whole``; an empty tensor for a rank without a block."""
         return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
@@ -161,12 +158,10 @@ def coordinates(mesh_shape: Sequence[int]) -> list[Dims]:
 
 
 def _sharding(placements: Placements, dim: int) -> list[int]:
-    """Return the mesh dims that shard tensor dim ``dim``."""
     return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
 
 
 def checked_placements(placements: object, mesh_ndim: int) -> Placements:
-    """Return one placement per mesh dim; raise ValueError or TypeError otherwise."""
     listed = [placements] if isinstance(placements, Placement) else placements
     if not isinstance(listed, (list, tuple)) or len(listed) != mesh_ndim:
         raise ValueError(

@@ -1,12 +1,9 @@
 """Measurement of collectives along each dimension of a mesh, and the lines that fit the times.
 
-Each dimension, op and size has warm-ups and then calls between barriers of all ranks. The time of a call is
-the time of its slowest rank; the median of the calls counts. All rows of a dimension run at the same time,
-as they do in training. Small and large messages are two *protocols*, each with its own line. The slope is
-the median of the slopes between all pairs of sizes (Theil-Sen), and the latency the median of the rest. The
-line of large messages begins where the lines cross, if that is between the sizes measured; otherwise it
-begins half-way on a scale of doublings. If noise hides the slope of small messages, they get the slope of
-large ones.
+All rows of a dimension run at the same time, as they do in training. Small and large messages are two
+*protocols*, each with its own line by Theil-Sen. The line of large messages begins where the lines cross,
+if that is between the sizes measured; otherwise it begins half-way on a scale of doublings. If noise hides
+the slope of small messages, they get the slope of large ones.
 """
 
 import datetime
@@ -69,7 +66,6 @@ class CalibrationRequest:
 
     @property
     def cases(self) -> list[Key]:
-        """Return the cases in the order of measurement, which is equal on all ranks."""
         sizes = (*self.small, *self.large)
         dims = [dim for dim, ranks in enumerate(self.mesh) if ranks > 1]
         return list(itertools.product(dims, calibration.OPS, sizes))
@@ -135,7 +131,6 @@ def _time(call: Callable[[], None], calls: int, ops: Any, device: torch.device) 
 
 
 def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
-    """Return the median time of each case over its calls; the slowest rank gives the time of a call."""
     return {
         key: statistics.median(
             max(calls) for calls in zip(*(each[key] for each in by_rank), strict=True)
@@ -189,7 +184,6 @@ def _took(one: int, other: int, times: Mapping[int, float]) -> str:
 
 
 def _refuse_outliers(found: Mapping[Key, float]) -> None:
-    """Raise NoisyTimesError if an op took much longer than others of its dimension and size."""
     for (dim, op, size), took in found.items():
         usual = statistics.median(found[dim, other, size] for other in calibration.OPS)
         if took > OUTLIER * usual:

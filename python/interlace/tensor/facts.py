@@ -33,9 +33,8 @@ def exchange(
 ) -> list[Any]:
     """Return every rank's ``part``, by rank, with one small message before any tensor moves. Collective.
 
-    ``terms`` are pairs of a name and a value. Values that differ between ranks raise ValueError, or
-    TypeError if the name begins with "dtype". ``check`` gets all parts, and raises the same error on every
-    rank.
+    Values of ``terms`` that differ between ranks raise ValueError, or TypeError if the name begins with
+    "dtype". ``check`` gets all parts, and raises the same error on every rank.
     """
     call = Call(op, terms, part=part, match=check)
     parts: list[object] = []
@@ -91,7 +90,6 @@ def source_tensor(tensor: object, root: int, communicator: Communicator) -> torc
 
 
 def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tensor:
-    """Return ``tensor`` if an op can read it; raise an error otherwise."""
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
@@ -170,7 +168,6 @@ def _check_parts(parts: list[TensorFacts]) -> None:
 
 
 def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise ValueError unless the ``shapes`` of all ranks are equal except for lengths along ``dim``."""
     first = shapes[0]
     for rank, shape in enumerate(shapes):
         same_rest = (*shape[:dim], *shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])

@@ -1,20 +1,8 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module`` with fused linears.
 
 Options, parameters and results are the ones of torch's styles of the same names, which are the base
-classes. The forward of an ``nn.Linear`` is one op of interlace in these cases:
-
-=================  ======================  =======================  ===========================
-style              input_layouts           output_layouts           forward
-=================  ======================  =======================  ===========================
-ColwiseParallel    Shard(sequence dim)     any                      all_gather_matmul
-RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduce_scatter
-RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
-=================  ======================  =======================  ===========================
-
-The gradient of its input uses the other op. Linears that read the same input share one gather
-(``shared_gathers.py``), also if a PrepareModuleInput replicates the input. All other cases run as in
-torch's style: layouts that are not in this table, lengths that the ranks do not divide, and subclasses of
-nn.Linear with another forward. :func:`explain` says what ran, and why.
+classes. docs/how-to/train/torchtitan.md lists the layouts with which an ``nn.Linear`` is one op of
+interlace. All other cases run as in torch's style.
 
 A style makes a :class:`FusedLinear` of an ``nn.Linear`` by setting its class, so parameters, hooks and
 state dict stay as they are. Gradients follow DTensor's rules: a replicated output has the same gradient on
@@ -124,7 +112,6 @@ class FusedLinear(nn.Linear):
         """Return the local output and its layout. Raise Unfused before anything has run."""
 
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
-        """Return the local input and its layout."""
         style = self._style
         if input.dim() < 2:
             raise Unfused("the input has less than 2 dimensions")
@@ -155,10 +142,7 @@ class FusedLinear(nn.Linear):
 
 
 class ColwiseLinear(FusedLinear):
-    """Weight Shard(0), bias Shard(0): the matmul gathers an input that is sharded by sequence.
-
-    The first linear that reads the input gathers it; the others multiply the gathered input.
-    """
+    """Weight Shard(0), bias Shard(0): the matmul gathers an input that is sharded by sequence."""
 
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
@@ -269,7 +253,6 @@ def layout_of(placement: Placement) -> DimLayout:
 
 
 def from_start(layout: DimLayout, ndim: int) -> DimLayout:
-    """Return ``layout`` with a dimension counted from 0."""
     return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
@@ -321,8 +304,7 @@ class RowwiseParallel(torch_style.RowwiseParallel):
 
     Options as in torch: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
     ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
-    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
-    module.
+    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``).
 
     >>> from torch.distributed.tensor import Shard
     >>> RowwiseParallel(output_layouts=Shard(1))

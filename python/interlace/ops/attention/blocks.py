@@ -1,9 +1,8 @@
 """Partial results over the keys of one source, merged, and their gradients: by torch, or by Triton kernels.
 
-torch takes any dtype. On a CPU the products are those of torch's own flash attention, which takes a causal
-mask and masks as tensors, and one size of heads. If the head sizes of values and keys differ, the smaller
-one is filled up with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask
-is made. Operands of 16 bits are widened first: partial results are fp32.
+On a CPU torch uses its own flash attention, which takes one size of heads: the smaller ones are filled up
+with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask is made.
+Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import contextlib
@@ -69,8 +68,7 @@ class TorchBlocks:
     def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
         """Return rows of queries, how many first keys of ``source`` they see, and the kind of mask.
 
-        No row is in two pairs: keys of a rank are in the order of their positions, so a run of queries sees
-        the keys of another rank's first runs.
+        No row is in two pairs: a run of queries sees the keys of another rank's first runs.
         """
         problem, shards = self._problem, self._problem.shards
         keys = shards.lengths[source]
@@ -106,7 +104,6 @@ class TorchBlocks:
         return key
 
     def _groups(self, key: Tensor) -> Tensor:
-        """Repeat keys for every head of queries, unless heads form equal groups."""
         heads, key_heads = self._heads, key.shape[1]
         problem = self._problem
         if heads == key_heads * problem.per_key and not problem.first_head:
@@ -168,8 +165,6 @@ class TorchBlocks:
         if wide is not output:
             output.copy_(wide)
 
-    # -- gradients -----------------------------------------------------------------------------
-
     def begin_backward(self, result: AttentionResult) -> None:
         self._of_query: dict[int, list[tuple[slice, Tensor]]] = {}
 
@@ -209,7 +204,6 @@ class TorchBlocks:
         self._call(run, f"gradients of keys of rank {source}")
 
     def _of_key_heads(self, grad: Tensor, key_heads: int) -> Tensor:
-        """Sum over the query heads of each key head, in their order."""
         if grad.shape[1] == key_heads:
             return grad
         batches, _, rows, size = grad.shape
@@ -300,7 +294,6 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _repeat_keys(key: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys for every head of queries."""
     times = query.shape[1] // key.shape[1]
     return key if times == 1 else key.repeat_interleave(times, 1)
 
@@ -334,7 +327,6 @@ class RowTotal:
             self._end = begin
 
     def end(self) -> None:
-        """Fill the rest with zeros."""
         self._zero(self._total.shape[2])
 
 
@@ -410,14 +402,12 @@ class KernelBlocks:
         self._problem.communicator.compute.launch(launch)
 
     def _keys(self, packed: Tensor, source: int | None) -> tuple[dict[str, object], int]:
-        """Return arguments, and how many parts there are."""
         count = len(self.sources)
         part = (count, count) if source is None else (self.sources.index(source), 1)
         parts = TablePart(self._parts, *part)
         return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
     def attend(self, source: int | None, packed: Tensor) -> None:
-        """Compute the partial result over the keys of ``source``, or of each source if None."""
         keys, count = self._keys(packed, source)
         if not self.query_tiles * count:
             return
@@ -448,8 +438,6 @@ class KernelBlocks:
         grid = (formulas.ceil_div(self._rows, tiles.BLOCK_M) * self._all_heads,)
         self._launch(forward.merge_attention_kernel, grid, arguments)
 
-    # -- gradients -----------------------------------------------------------------------------
-
     def begin_backward(self, result: AttentionResult) -> None:
         self._grad, lse = result.grad, result.lse
         reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
@@ -464,7 +452,6 @@ class KernelBlocks:
         self._of_query = self._partials(self.tiles.HEAD_DIM)
 
     def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
-        """Compute a partial gradient of the query, and ``contribution``, fp32, to ``source``'s keys."""
         keys, count = self._keys(packed, source)
         arguments = {
             **keys,
@@ -491,7 +478,6 @@ class KernelBlocks:
             self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 
     def query_gradient(self, output: Tensor) -> None:
-        """Sum the partial gradients into ``output``, in the order of the ranks."""
         parts, scale = self._of_query.ptr[: len(self.sources)], self._problem.scale
 
         def add_up() -> None:
@@ -511,10 +497,7 @@ def blocks_of(
     configuration: Configuration | None,
     shape: Sequence[int] | None = None,
 ) -> Blocks:
-    """Return blocks computed by kernels with a ``configuration``, otherwise by torch.
-
-    ``shape``: the query's, if it has not arrived; ``begin`` passes it later.
-    """
+    """Return blocks by kernels with a ``configuration``, otherwise by torch. ``shape``: the query's."""
     of = problem.query.shape if shape is None else shape
     blocks: Blocks = (
         TorchBlocks(problem, of)
@@ -534,7 +517,6 @@ def differentiate_all(
     of_query: Tensor,
     of_keys: Tensor,
 ) -> None:
-    """Compute gradients of queries and of all ``packed`` in ``of_query``, ``of_keys``, fp32 or wider."""
     blocks.begin_backward(result)
     parts = torch.split(of_keys, list(problem.shards.lengths))
     for source in set(range(len(parts))) - set(problem.sources()):
@@ -544,7 +526,6 @@ def differentiate_all(
 
 
 def _gather_keys(problem: AttentionProblem) -> Tensor:
-    """Gather all ranks' packed keys, in rank order, with the plain collective."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = problem.packed()
     if problem.shards.world_size == 1:
@@ -566,7 +547,6 @@ def attention_to_all(
     *,
     gather: bool,
 ) -> Event:
-    """Attend to keys that are all here, or that a plain collective must ``gather``."""
     packed = _gather_keys(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
     problem.after_the_caller()

@@ -1,11 +1,8 @@
 """Attention over a sharded sequence, and its backward: two ops.
 
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of tokens.
-
-The results are the output, of the query's shape but with the size of the values' heads, and the logarithm
-of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
-backward is a separate op, which computes scores again. Keys travel again, and the contributions of all
-ranks' queries to the gradients of a rank's keys return to that rank.
+The message in which ranks compare a call also carries every rank's number of tokens. The results are the
+output and the logarithm of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both
+have gradients. The backward computes scores again, from keys that travel again.
 """
 
 import math
@@ -113,7 +110,6 @@ class CheckedAttention(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The size of the largest heads, of keys or of values."""
         return max(self.query.shape[3], self.value.shape[3])
 
 
@@ -123,7 +119,6 @@ def tokens_first(tensor: Tensor, layout: str) -> Tensor:
 
 
 def checked_options(options: AttentionOptions) -> tuple[str, str, str, AttentionMask]:
-    """Check the options, whatever the tensors, and return layout, method, algorithm and mask."""
     layout = checks.one_of("layout", options.layout, LAYOUTS)
     checks.one_of("balance", options.balance, BALANCES)
     method = options.method
@@ -158,7 +153,6 @@ def check(
 def fitting(
     record: AttentionArguments | AttentionBackwardArguments, world_size: int
 ) -> CheckedAttention:
-    """Return the arguments if they fit together; their tensors are on the right device."""
     layout, method, algorithm, mask = checked_options(record)
     query, key, value = record.query, record.key, record.value
     for name, each in (("q", query), ("k", key), ("v", value)):
@@ -209,7 +203,6 @@ def fitting(
 
 
 def scale_of(value: Any, size: int) -> float:
-    """Return ``value`` if it is a scale, or ``1 / sqrt(size)`` for None."""
     if value is None:
         return 1 / math.sqrt(size)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -274,7 +267,6 @@ def _agree(
 def _shards(
     op: str, lengths: Sequence[int], balance: str, totals: Sequence[int], documents: Any
 ) -> TokenShards:
-    """Return the shards for ``lengths``, if ``totals`` (tokens that ranks have) and ``documents`` fit."""
     shards = TokenShards(tuple(lengths), balance)
     known = f"the ranks have {shards.total}"
     for rank, total in enumerate(totals):
@@ -292,7 +284,6 @@ def _shards(
 def _chosen(
     problem: AttentionProblem, call: CheckedAttention, *, backward: bool = False
 ) -> tuple[str, str, Configuration | None]:
-    """Return method, algorithm, and the launch configuration of kernels, from facts that ranks share."""
     place, shards = problem.communicator.place, problem.shards
     size, dtype = call.size, call.query.dtype
     algorithm = call.algorithm
@@ -353,7 +344,6 @@ def _faster(
 def prepare(
     communicator: Communicator, record: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
-    """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -385,7 +375,6 @@ attention = internal_form(FORWARD, prepare)
 def prepared_backward(
     communicator: Communicator, record: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
-    """Check the arguments on this rank; ``grads``, of query, key and value, get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -478,9 +467,6 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return dict(zip(("query", "key", "value"), map(wait, gradients), strict=True))
 
 
-# -- references: one process plays all ranks --------------------------------------------------------
-
-
 class _Sequence(NamedTuple):
     """Tokens of ``ranks``, in rank order: ``[batch, heads, tokens, size]``, in fp32 or wider.
 
@@ -499,7 +485,6 @@ class _Sequence(NamedTuple):
         return _heads_first([tokens_first(getattr(e, name), e.layout) for e in self.ranks])
 
     def give(self, number: int, whole: Tensor) -> None:
-        """Copy each rank's tokens of ``whole`` to its result ``number``."""
         rows = whole.permute(2, 0, 1, 3)
         to = [
             tokens_first(result[number], each.layout)

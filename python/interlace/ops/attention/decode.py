@@ -1,13 +1,8 @@
 """Decoding: a few queries, the same on all ranks, and caches of keys and values that are spread over ranks.
 
-``fused``    Triton kernels over this rank's keys. Ranks exchange results as words with flags; for many
-             queries by a plain all-gather
-``unfused``  torch, and a plain all-gather; any dtype. If the host knows lengths, sequences of equal length
-             are computed together. Then no more of a cache is read than needed, and nothing is copied to
-             be masked
-
-Caches are read in place: ``[batches, tokens, heads, size]``, any strides but the last; or, with a table of
-pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may have another size.
+In "fused" ranks exchange results as words with flags; for many queries by a plain all-gather. "unfused"
+computes sequences of equal length together if the host knows lengths. Then no more of a cache is read than
+needed, and nothing is copied to be masked.
 """
 
 from __future__ import annotations
@@ -92,16 +87,13 @@ class DecodeProblem:
 
     @property
     def most(self) -> int:
-        """The most keys that a sequence may have on this rank."""
         return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
     def row_lengths(self) -> Tensor:
-        """Return ``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
-        """Yield neighbouring sequences of equal lengths, their longest length, and whether others are
-        shorter.
+        """Yield neighbouring sequences of equal lengths, the longest length, whether others are shorter.
 
         If the host does not know lengths: all sequences, the capacity of a cache, and True.
         """
@@ -114,8 +106,7 @@ class DecodeProblem:
             yield sequences, max(lengths), min(lengths) < max(lengths)
 
     def first(self, cache: Tensor, sequences: slice, tokens: int) -> Tensor:
-        """Return ``[sequences, tokens, heads, size]``; copy only pages or an uncontiguous last
-        dimension."""
+        """Return ``[sequences, tokens, heads, size]``; copy pages, or if the last dimension has gaps."""
         if self.pages is None:
             return unit_rows(cache[sequences, :tokens])
         used = self.pages[sequences, : formulas.ceil_div(tokens, cache.shape[1])]
@@ -131,7 +122,6 @@ class DecodeProblem:
         return together.flatten(2, 3)
 
     def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return to ``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]``."""
         (batches, tokens, heads, _), size = self.query.shape, output.shape[-1]
         shape = batches, self.key_heads, tokens, heads // self.key_heads
         output = output.view(*shape, size).permute(0, 2, 1, 3, 4)
@@ -242,7 +232,6 @@ def decode_fused(
 
 
 def _gather(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
-    """Gather all ranks' ``part``, by rank."""
     communicator = problem.communicator
     gathered = part.new_empty(communicator.world_size, *part.shape)
     if communicator.world_size == 1:
@@ -257,7 +246,6 @@ def _gather(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
 
 
 def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event:
-    """Decode with torch, and gather the partial results."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
     results = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
@@ -290,7 +278,6 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
 
 
 def prepared_decode(communicator: Communicator, record: DecodeArguments) -> PreparedCall:
-    """Check the arguments on this rank. The results are the output and the logarithms of the sums."""
     algorithm = checks.one_of("algorithm", record.algorithm, ALGORITHMS)
     query = checks.tensor("q", record.q, communicator)
     checks.float_dtype("q", query.dtype)
@@ -442,7 +429,6 @@ def _outputs(record: DecodeArguments, size: Any) -> list[Tensor]:
 
 
 def _start(communicator: Communicator, record: DecodeArguments) -> Started:
-    """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
     results: Any = decode(communicator, (record,))
     return Started([each.contiguous() for each in results], None)
 
@@ -543,9 +529,7 @@ def distributed_decode(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
 
-    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache; split as in flash
-    decoding. Triton-distributed's distributed flash decode and FlashInfer's ``merge_state`` have the same
-    parts; here the exchange and the merge are one kernel.
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache.
 
     >>> def decoded():
     ...     keys, values = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1, 4), 1.0 + interlace.get_rank())

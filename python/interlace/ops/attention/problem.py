@@ -3,18 +3,10 @@
 Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
 the last; values, results and their gradients may have another head size than queries and keys. Keys and
 values of a rank travel together, *packed*: ``[tokens, elements]``, for each token all keys, then all
-values.
-
-Balance of a sequence over W ranks, whose lengths may differ::
-
-    contiguous   rank 0's tokens, then rank 1's ...
-    zigzag       2 W chunks: rank r has chunk r and chunk 2 W - 1 - r, the longer first half of its tokens
-                 and the rest. Under a causal mask every rank then has the same work.
-
-A *run* is a stretch of a rank's tokens that is contiguous in the sequence, too. A rank has one or two.
+values. A *run* is a stretch of a rank's tokens that is contiguous in the sequence as well. With balance
+"zigzag" a rank has two: the longer first half of its tokens, and the rest.
 
 The file also has float64 references of attention and its gradients, and bounds for correct results.
-
 ``reference.py`` names the sources of the bounds. To the errors of sums and roundings attention adds the
 exponential. If a score is off by e, the weight is off by ``exp(e) - 1``, relative. This counts twice: for
 the weight and for the sum by which it is divided. An exponential errs by 2 units and by one per unit of its
@@ -64,8 +56,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """``window``: how many keys before and after its own position a query sees, -1 for all, like in flash
-    attention."""
+    """``window``: how many keys before and after its own position a query sees, -1 for all."""
 
     causal: bool
     window: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
@@ -80,8 +71,6 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The tokens of each of ``lengths`` ranks."""
-
     lengths: tuple[int, ...]
     balance: str
 
@@ -118,7 +107,6 @@ class TokenShards:
         return False
 
     def sources(self, rank: int, mask: AttentionMask) -> list[int]:
-        """Return the ranks whose keys ``rank`` needs, in rank order."""
         return [s for s in range(self.world_size) if self.sees(rank, s, mask)]
 
     def spans(
@@ -178,9 +166,9 @@ class AttentionResult(NamedTuple):
 class AttentionProblem:
     """The input of every method. ``first_head``, ``per_key``: see ``kernels/arguments.py``.
 
-    ``ranks``: the ranks whose tokens all tensors have, one after another. None: the query has this rank's
-    tokens, and so does the key until it travels. ``heads_first``: packed keys lie in memory as torch's
-    products read them, all keys ``[b, h, tokens, d]`` and then all values.
+    ``ranks``: the ranks whose tokens all tensors have, one after another; None: this rank's.
+    ``heads_first``: packed keys lie in memory as torch's products read them, all keys ``[b, h, tokens, d]``
+    and then all values.
     """
 
     communicator: Communicator
@@ -199,12 +187,10 @@ class AttentionProblem:
 
     @property
     def whose(self) -> tuple[int, ...]:
-        """The ranks whose queries these are."""
         return (self.rank,) if self.ranks is None else self.ranks
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of partial results."""
         return wide_dtype(self.query.dtype)
 
     @property
@@ -213,18 +199,15 @@ class AttentionProblem:
 
     @property
     def row_elements(self) -> int:
-        """The number of elements of a packed row."""
         return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
-        """Pack keys and values of this rank, as they travel."""
         rows = self.key.new_empty(self.key.shape[0], self.row_elements)
         for to, each in zip(self.keys_and_values(rows), (self.key, self.value), strict=True):
             to.copy_(each)
         return rows
 
     def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
-        """Return ``rows`` packed keys in the workspace of ``owner``."""
         return workspace.data(owner, offset, (rows, self.row_elements), self.key.dtype)
 
     def keys_and_values(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,16 +225,12 @@ class AttentionProblem:
         return key.view(len(packed), *shapes[0]), value.view(len(packed), *shapes[1])
 
     def sources(self) -> list[int]:
-        """Return the ranks whose keys are seen, in rank order."""
         return sorted({s for rank in self.whose for s in self.shards.sources(rank, self.mask)})
 
     def after_the_caller(self) -> None:
-        """Make the compute stream wait for the work that the caller has issued until now."""
         self.communicator.compute.wait_event(self.communicator.place.record_current())
 
     def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """Copy packed sums to ``grads`` of keys and of values, on the compute stream."""
-
         def copy() -> None:
             for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
                 grad.copy_(part)
@@ -259,12 +238,10 @@ class AttentionProblem:
         self.communicator.compute.call(copy, "gradients of the own keys")
 
     def empty_total(self) -> torch.Tensor:
-        """Return an empty tensor for the packed gradients of this rank's keys."""
         shape = self.shards.lengths[self.rank], self.row_elements
         return self.key.new_empty(shape, dtype=self.wide)
 
     def spans(self) -> torch.Tensor:
-        """Return the range of keys that each query sees."""
         rank = self.whose
         if self.documents is not None:
             return self.shards.spans(rank, self.mask, self.documents)
@@ -292,7 +269,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_argument(tensor: torch.Tensor) -> Queries:
-    """Return ``[tokens, batches, heads, size]`` as an argument of a kernel."""
     return Queries(tensor, *tensor.stride()[:3])
 
 
@@ -316,7 +292,6 @@ def attention_tiles(
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
@@ -391,13 +366,11 @@ class AttentionReference:
         return self._exact, rounded(error, self._exact, self.dtype)
 
     def sums(self) -> Bounded:
-        """Return the logarithms of the sums of exponentials."""
         error = self._score_error.squeeze(-1) + self._relative.squeeze(-1)
         unit = self._unit * (self.lse.abs().nan_to_num(posinf=0) + MERGES)
         return self.lse, error + unit
 
     def gradients(self, grad: Tensor) -> tuple[Bounded, Bounded, Bounded]:
-        """Return the gradients of query, key and value, for ``grad`` of the output."""
         grad = grad.double()
         size = grad.shape[-1]
         of_value = self.weight.mT @ grad

@@ -43,7 +43,6 @@ class Moves:
 
 
 def gather_moves(communicator: Communicator, rows: Sequence[int], size: int) -> Moves:
-    """Moves of an all-gather of ``rows`` by rank, in chunks of ``size`` rows."""
     rank, nodes = communicator.rank, communicator.nodes
     lines, slots = order.gather_moves(rank, nodes.of, rows, size)
     table = communicator.table(("node moves", tuple(rows), size), lambda: lines)
@@ -66,7 +65,6 @@ class Partners:
         programs: int,
         configuration: Configuration,
     ) -> None:
-        """Start the moves of ``input``, a matrix or flat, on the copy stream."""
         stream, flat = self._communicator.copying, input.dim() == 1
         columns = configuration.block_elements if flat else configuration.copy_columns
         if moves.count:
@@ -126,8 +124,8 @@ def all_gather(
 ) -> Event:
     """``output = concat(input of rank 0, 1, ...)``: flat uint8, ``lengths`` by rank, not all 0.
 
-    ``input`` may be its own part of ``output``, which is then not written. It is there ``after`` an op
-    for which the caller's stream does not wait.
+    ``input`` may be its own part of ``output``. It is there ``after`` an op for which the caller's stream
+    does not wait.
     """
     rank, block = communicator.rank, configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)

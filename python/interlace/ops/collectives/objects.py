@@ -1,8 +1,8 @@
 """Collectives of Python objects that can be pickled. They block; ``torch.distributed`` has the same names.
 
-Objects are pickled into bytes. Small ones are sent together with the comparison of the ranks' calls, which
-needs one meeting; larger ones are sent as uint8 tensors afterwards. As with torch, unpickling runs code:
-use these functions among ranks that trust each other.
+Small objects are sent together with the comparison of the ranks' calls, which needs one meeting; larger
+ones are sent as uint8 tensors afterwards. Unpickling runs code: use these functions among ranks that trust
+each other.
 """
 
 import pickle
@@ -49,7 +49,6 @@ def _unpickle(data: bytes | torch.Tensor) -> Any:
 def _gather_data(
     communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
 ) -> list[bytes | torch.Tensor]:
-    """Return every rank's ``data``, by rank; if ``root`` is passed, only there."""
     here = root in (None, communicator.rank)
     call = Call(name, terms, part=data if len(data) <= SMALL else len(data))
     found: list[bytes | torch.Tensor] = []

@@ -14,11 +14,7 @@ permute         permute, back
 ==============  ==========================================================================================
 
 A part along another dimension than 0 is passed as a list of slices; the op gathers and scatters them.
-
-A reference gets the arguments of an op by rank, in the order of the group, and the group's size, and
-returns the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an
-all_to_all. Shapes, rounding and the order of sums are the same as in the ops. The references of other ops
-use the functions here, too.
+References have the shapes, the rounding and the order of sums of the ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,10 +53,7 @@ def _record(
     algorithms: Sequence[str] = (),
     **examples: Example,
 ) -> Op:
-    """Return a collective's record. ``arguments`` allocate and fill its output; ``gradient``: of its input.
-
-    Each of the ``algorithms`` but "copy" has a kernel.
-    """
+    """Return a collective's record. Each of the ``algorithms`` but "copy" has a kernel."""
 
     def start(communicator: Communicator, record: Any, out: Tensor | None = None) -> Started:
         try:
@@ -108,7 +101,6 @@ def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
 
 
 def _save(ctx: Any, record: Any, output: Tensor) -> None:
-    """Save the arguments, without the tensors unless the reduction's gradient needs them."""
     tensors, reduce_op = [], getattr(record, "reduce_op", "")
     if type(record) in (AllReduceArguments, ReduceScatterArguments):
         tensors += [record.input] if reduce_op in ("max", "min", "product") else []
@@ -145,16 +137,12 @@ def _copies(tensor: Tensor, size: int) -> Outputs:
 
 
 def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
-    """Return ``tensor`` for ``root``, zeros for other ranks."""
     _check_root("dst", root, size)
     return [[tensor if rank == root else torch.zeros_like(tensor)] for rank in range(size)]
 
 
 def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
-    """Return a gradient that calls ``op`` on the output's gradient.
-
-    ``arguments``: names of the call's arguments, which ``op`` gets in this order; or "sum".
-    """
+    """Return a gradient that calls ``op`` on the output's gradient; ``arguments``: names, or "sum"."""
 
     def gradient(ctx: Any, grad: Tensor) -> Tensor:
         given = [ctx.call.get(name, name) for name in arguments]
@@ -162,9 +150,6 @@ def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
         return part if ctx.input_dim else part.reshape(())
 
     return gradient
-
-
-# -- reductions --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,7 +196,6 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
 
 
 def reduce_all(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
-    """Return the reduction of all ranks' inputs, in their order."""
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     words.check_dtype(op, name, "input", inputs[0].dtype)
@@ -255,7 +239,6 @@ def _gradient_of_reduce_scatter(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def scatter_all(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
-    """Return the parts of the reduction, by rank."""
     shapes.scattered_tensor(inputs[0], dim, size)  # raises if the size does not divide
     return _slices(reduce_all("reduce_scatter", inputs, reduce_op), dim, size)
 
@@ -278,7 +261,6 @@ class ReduceArguments(AllReduceArguments):
     dst: int
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Reduce to ``dst``; other ranks get zeros."""
         if group.rank == self.dst:
             with group.accepting("reduce"):
                 reduced = output.copy_(self.input)
@@ -306,9 +288,6 @@ REDUCE = _record(
 )
 
 
-# -- gathers and scatters ----------------------------------------------------------------------
-
-
 @dataclass
 class AllGatherArguments:
     input: Tensor
@@ -326,7 +305,6 @@ class AllGatherArguments:
 
 
 def gather_all(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
-    """Concatenate all ranks' inputs along ``dim``."""
     alike(op, "input", inputs)
     whole = shapes.gathered_tensor(inputs[0], dim, size)
     for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
@@ -356,7 +334,6 @@ class GatherArguments:
         return shapes.gathered_tensor(self.input, self.gather_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Gather along ``gather_dim`` on ``dst``; other ranks get zeros of the same shape."""
         parts = None
         if group.rank == self.dst:
             parts = list(output.tensor_split(group.world_size, self.gather_dim))
@@ -388,7 +365,6 @@ class ScatterArguments:
         return shapes.scattered_tensor(self.input, self.scatter_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Fill with this rank's slice of ``src``'s input along ``scatter_dim``; other inputs are unused."""
         parts = None
         if group.rank == self.src:
             parts = list(self.input.tensor_split(group.world_size, self.scatter_dim))
@@ -406,9 +382,6 @@ def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
 SCATTER = _record(
     "scatter", ScatterArguments, _calls("gather", "src", "scatter_dim"), _scatter_on_all
 )
-
-
-# -- other moves -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -512,7 +485,6 @@ class PermuteArguments:
         return shapes.like(self.input)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Send rank r's input to rank ``src_dst[r]``."""
         size, rank, input = group.world_size, group.rank, self.input
         sent, received = [0] * size, [0] * size
         sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = 1

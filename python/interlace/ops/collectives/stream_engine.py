@@ -1,10 +1,7 @@
 """The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
 
-:class:`StreamEngine` is for ranks of one node. Two algorithms do nearly all::
-
-    pull      every rank stages what others need in its own workspace and signals; they take it
-    staged    as pull, but what is taken is reduced: ``fold`` over the workspaces, in rank order
-    reduction
+:class:`StreamEngine` is for ranks of one node. With "copy" each rank does this, and folds what is reduced
+over the workspaces, in rank order.
 
 ================  ======================================  ==================================
 op                a rank stages                           a rank takes
@@ -24,19 +21,8 @@ those lie. Where lengths differ between ranks a second message tells them, becau
 workspaces of the same size and readers must know the source's layout.
 
 In places whose ranks have no direct access to each other's memory, ``cost.choose_collective`` says which
-ops one Triton kernel does instead. The term ``algorithm`` of a call, if it is not "auto", says it:
-
-===============  ======================================================================================
-"kernel"         one Triton kernel that pushes; sums and averages of the dtypes that Triton has
-"copy"           the copy engine and torch operators; every op and dtype
-"multimem"       one Triton kernel that lets the switch send to all ranks, and sum; "sum" of the same
-                 dtypes, in an order of the switch's own. Needs memory with a multicast address
-"low_latency"    one Triton kernel whose words carry their own flags, for up to 64 KiB a rank. Moves any
-                 dtype, sums and averages those that Triton has; equal shards
-===============  ======================================================================================
-
-All run on a rank's streams, in every place, also where the group's own engine uses none; the last two need
-all ranks on one node.
+ops one Triton kernel does instead. docs/reference/collectives.md has all algorithms. They run on a rank's
+streams, in every place, also where the group's own engine uses none.
 
 :class:`HierarchicalEngine` is for ranks of several nodes: the fast link within a node, puts between nodes.
 
@@ -103,7 +89,6 @@ def check_algorithm(
 
 
 def check_nodes(algorithm: str, communicator: Communicator) -> None:
-    """Raise ValueError if ``algorithm`` cannot reach all ranks."""
     nodes = communicator.place.nodes
     if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
         raise ValueError(
@@ -124,8 +109,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class StreamEngine(Engine):
-    """The collectives of ``communicator``, on its streams and workspaces."""
-
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self.rank = communicator.rank
@@ -156,10 +139,7 @@ class StreamEngine(Engine):
         small: int | None = None,
         reduction: str | None = None,
     ) -> str:
-        """The kernel to run, or "copy"; raises if the one that ``call`` names cannot do it.
-
-        ``small``: bytes for a low-latency one. ``reduction``: if any.
-        """
+        """The kernel to run, or "copy"; raises if it cannot. ``small``: bytes for a low-latency one."""
         place, multicast = self._communicator.place, self._communicator.arena.multicast
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)
@@ -194,8 +174,6 @@ class StreamEngine(Engine):
         call.verify(self._communicator.messages(call))
         place.depart()
         return None
-
-    # -- moving --------------------------------------------------------------------------------
 
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         (giver, taker, alike), rank, communicator = sides, self.rank, self._communicator
@@ -254,8 +232,6 @@ class StreamEngine(Engine):
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
 
-    # -- reducing ------------------------------------------------------------------------------
-
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> Event | None:
@@ -299,8 +275,8 @@ def _gather_by_kernel(
 ) -> Event:
     """An all_gather of at least one element; ``algorithm`` names the kernel.
 
-    Kernels want one flat tensor. Tensors that are neighbours in one storage are that already, which is how
-    the API cuts a tensor into parts; others are copied.
+    Kernels want one flat tensor. Tensors that are neighbours in one storage are that already; others are
+    copied.
     """
     lengths = [output.numel() for output in outputs]
     if algorithm == "low_latency":
@@ -331,9 +307,8 @@ def _scatter_by_kernel(
         _refuse("reduce_scatter", "every rank has all sums in the end; use all_reduce")
     whole = neighbours(inputs)
     own_input = inputs[communicator.rank]
-    in_place = (
-        output.data_ptr() == own_input.data_ptr()
-    )  # a block is read before its sum is written
+    # a block is read before its sum is written
+    in_place = output.data_ptr() == own_input.data_ptr()
     if whole is None or (overlap(output, whole) and not in_place):
         whole = torch.cat([part.view(-1) for part in inputs])
     config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
@@ -359,8 +334,6 @@ def _reduce_by_kernel(
 
 
 class HierarchicalEngine(StreamEngine):
-    """The collectives of ``communicator``, whose place has nodes."""
-
     def _verify(self, call: Call) -> None:
         super()._verify(call)
         name_algorithm("hierarchical")
@@ -461,7 +434,6 @@ class HierarchicalEngine(StreamEngine):
 
 
 def on_streams(communicator: Communicator) -> Engine:
-    """The engine of a group whose ranks work on streams: on one node, or on several."""
     nodes = communicator.place.nodes
     return (StreamEngine if nodes is None else HierarchicalEngine)(communicator)
 
@@ -470,7 +442,6 @@ ENGINES["streams"] = on_streams
 
 
 def serving(communicator: Communicator, algorithm: str) -> Engine:
-    """The engine that runs a call whose term "algorithm" is ``algorithm``."""
     engine = communicator.engine
     if algorithm == "auto" or isinstance(engine, StreamEngine):
         return engine

@@ -4,8 +4,8 @@
 ``pipelined``  rows are copied directly into the workspace of their home, rank by rank; torch sums
 ``unfused``    rows sorted by home, an all-to-all, torch sums; many nodes
 
-The last two take any dtype, and need counts on the host. With a bound of tokens (``dispatch.py``) the fused
-one needs no count on the host, and uses a plan.
+The last two take any dtype, and need counts on the host. With a bound of tokens the fused one needs none,
+and uses a plan.
 
 Gradients: for the rows, a dispatch of the tokens' gradients, times their weights; for a weight, its row
 times the gradient of its token.
@@ -115,8 +115,6 @@ class Home:
         return slot_rows(configuration, itemsize, topk, experts, weighted=weighted)
 
     def sum_rows(self, communicator: Communicator, home: Tensor) -> None:
-        """Sum the arrived rows with torch."""
-
         def sums() -> None:
             sum_slots(home, self.inverse, self.weights, self.output)
 
@@ -125,7 +123,6 @@ class Home:
         communicator.compute.call(sums, "sums by slot")
 
     def keep(self, communicator: Communicator, workspace: Workspace) -> None:
-        """Copy the rows that a kernel has waited for."""
         if self.kept is not None and self.kept.numel():
             home = workspace.data(communicator.rank, 0, self.kept.shape, self.kept.dtype)
             communicator.compute.copy(self.kept, home, "rows at home")
@@ -133,14 +130,11 @@ class Home:
 
 @dataclass(frozen=True)
 class Combine:
-    """One call: ``rows`` ``[R, N]`` in the order of the dispatch."""
-
     communicator: Communicator
     rows: Tensor
     home: Home
 
     def fused(self, segments: Tensor, bounds: Bounds, configuration: Configuration) -> Event:
-        """Run the kernel. ``segments``: the dispatch's table."""
         communicator = self.communicator
         experts, world_size, _ = segments.shape
         (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
@@ -225,10 +219,7 @@ def pipelined_home(
 def _prepare(
     communicator: Communicator, record: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: from :func:`results_of`. Without them the result is the sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     routing = record.routing
     rows = checks.tensor("y", record.input, communicator)
     checks.float_dtype("y", rows.dtype)
@@ -256,7 +247,6 @@ def _prepare(
 def checked_segments(
     communicator: Communicator, segments: Tensor, routing: Routing, name: str, rows: Tensor
 ) -> Tensor:
-    """Return a handle's segments, if the argument ``name`` with these ``rows`` fits its dispatch."""
     segments = checks.tensor("handle.segments", segments, communicator)
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(segments.shape) != expected:
@@ -281,8 +271,6 @@ def _on_device(
     outputs: list[Tensor] | None,
     routing: Routing,
 ) -> PreparedCall:
-    """Run the kernel; counts stay on the device."""
-
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
         most, _ = agreed(communicator, COMBINE, routing, inverse.shape, terms)
@@ -307,8 +295,6 @@ def _with_counts(
     algorithm: str,
     routing: Routing,
 ) -> PreparedCall:
-    """Run with torch; the host knows all ranks' counts."""
-
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
         shape = assignment.topk_idx.shape
@@ -375,7 +361,6 @@ def save(ctx: Any, record: CombineArguments, output: Sequence[Tensor]) -> None:
 def home_rows(
     op: str, needed: set[str], return_rows: bool, output: Sequence[Tensor]
 ) -> Tensor | None:
-    """Return the home rows of an op, to be saved, if gradients of ``topk_weights`` are needed."""
     if "topk_weights" not in needed:
         return None
     if not return_rows:
@@ -412,10 +397,7 @@ def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of each slot's weight: its home row times its token's gradient, at least fp32.
-
-    ``home``: from :func:`home_rows`.
-    """
+    """Return the gradient of each slot's weight: its home row times its token's gradient, at least fp32."""
     wide = torch.promote_types(weights.dtype, torch.float32)
     rows = complete(home)[inverse.clamp(min=0)].to(wide)
     product = torch.einsum("tkn,tn->tk", rows, grad.to(wide))

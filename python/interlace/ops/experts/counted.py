@@ -2,9 +2,8 @@
 
 Order of rows, checks and agreement are the same as in ``grouped.py``. But results have the length for the
 worst case, device memory holds the number of a rank's rows, and no message depends on the rank. So the
-fused algorithm, one Triton kernel (``kernels/experts/grouped_matmul.py``), can use a plan, and needs no
-count on the host. torch makes its tables on the device, from the rank's own counts alone. The other
-algorithms read counts on the host; they are those in ``grouped.py``.
+fused algorithm can use a plan. torch makes its tables on the device, from the rank's own counts alone. The
+other algorithms read counts on the host; they are those in ``grouped.py``.
 
 Legend: W ranks with E experts each; ``splits``, int64 ``[W * E]``: this rank's rows by expert.
 """
@@ -165,7 +164,6 @@ class CountedMatmul:
 
 
 def checked_bound(value: Any, call: GroupedArguments) -> int:
-    """Return ``num_max_rows_per_rank``, if it is valid together with the rest of ``call``."""
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
         raise ValueError(f"num_max_rows_per_rank must be positive, got {bound}")
@@ -181,7 +179,6 @@ def checked_bound(value: Any, call: GroupedArguments) -> int:
 def _prepare(
     communicator: Communicator, record: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = checked_tensors(communicator, record)
     splits = checked_splits(communicator, call)
     world_size, (experts, inner, columns) = communicator.world_size, call.weight.shape
@@ -229,7 +226,6 @@ def check_numbers(splits: Tensor, rows: int) -> None:
 
 
 def with_counts(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
-    """Return ``record``, checked on this rank, with splits that the host has read."""
     call = checked_tensors(communicator, record)
     return _counted(record, checked_splits(communicator, call).tolist())
 
@@ -253,8 +249,6 @@ def _on_device(
     activation: str,
     terms: Terms,
 ) -> PreparedCall:
-    """Run the kernel; counts stay on the device."""
-
     def start() -> Outcome:
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
         name_algorithm("fused")
@@ -273,7 +267,6 @@ def _with_counts(
     segments: Tensor,
     algorithm: str,
 ) -> PreparedCall:
-    """Run with torch; the host reads counts, and ranks exchange them."""
     call = check(communicator, _counted(record, splits.tolist()))
 
     def start() -> Outcome:
@@ -293,7 +286,6 @@ def segments_of(routes: Routes) -> Tensor:
 
 
 def pad_results(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
-    """Return the op's results, from an ``output`` of the exact length."""
     rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
 

@@ -6,10 +6,9 @@
 ``unfused``    an all-to-all of rows, then a sort by expert; many nodes
 
 The last two move a row per slot, and need counts on the host. All take any dtype. With a bound of tokens
-torch computes the fused algorithm's routes on the device, and the rest may use a plan.
-
-With a bound the result has room for the worst case. Without it (0) the result has the exact length, which
-a graph learns when it runs. The gradient of the rows is a combine of the rows' gradients.
+torch computes the fused algorithm's routes on the device, the rest may use a plan, and the result has room
+for the worst case. Without it (0) the result has the exact length, which a graph learns when it runs. The
+gradient of the rows is a combine of the rows' gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +114,6 @@ def slot_rows(
 def row_moves(
     communicator: Communicator, op: str, rows: Tensor, most: int, slots: int, routing: Routing
 ) -> tuple[Bounds, Configuration]:
-    """Return bounds and launch of kernels that move ``rows``, for ``most`` tokens of ``slots`` slots."""
     bounds = Bounds(
         most, senders_of(communicator, op), routing.expert_rows(communicator.world_size)
     )
@@ -212,7 +210,6 @@ class Dispatch:
         offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
 
         def rows_at(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
-            """Return the rows of ``source`` in the workspace of ``peer``."""
             width = parts[part][0].shape[1]
             begin = offsets[part] + int(begins[source, peer]) * width
             return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)
@@ -323,11 +320,7 @@ def exchanged_rows(
 def _prepare(
     communicator: Communicator, record: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: rows, scales if any, weights if any, segments, if the caller has allocated them with
-    :func:`results`.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     scales, routing = record.scales, record.routing
     x = checks.tensor("x", record.input, communicator)
     if x.dtype not in MOVED_DTYPES:
@@ -379,8 +372,6 @@ def _on_device(
     record: bool,
     routing: Routing,
 ) -> PreparedCall:
-    """Run the kernels; counts stay on the device. ``record``: the caller allocated ``tensors``."""
-
     def start() -> Outcome:
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
@@ -435,7 +426,6 @@ dispatch_rows = composed_form(DISPATCH, _prepare)
 
 
 def received_of(tensors: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
-    """Return the list of :func:`results`, by name."""
     rows, *rest, segments = tensors
     scales = rest.pop(0) if scaled else None
     return Received(rows, scales, rest[0] if weighted else None, segments)
@@ -480,7 +470,6 @@ def _by_expert(rows: Tensor, experts: int) -> Tensor:
 
 
 def values_and_scales(x: Any) -> tuple[Any, Any]:
-    """Return values and scales from a dispatch's argument: a tensor, or a pair."""
     if not isinstance(x, (tuple, list)):
         return x, None
     if len(x) != 2:

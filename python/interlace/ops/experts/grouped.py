@@ -1,28 +1,12 @@
 """The fused ops of a mixture of experts: a collective of rows, then a matmul for each expert.
 
-Order of rows
--------------
-Before, on every rank: sorted by expert. ``input_splits[e]`` rows are for expert e, of all E experts of the
-group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that goes to
-k experts is there k times.
+docs/reference/expert-rows.md has the order of rows before and after, algorithms and gradients. The order
+does not depend on the algorithm, nor on timing. Expert e belongs to rank ``e // (E / W)`` where experts are
+spread over ranks. ``splits[e][s]`` rows of the result belong to the rank's expert e and come from rank s.
 
-After: by expert, then by source rank, then in the source's order. ``splits[e][s]`` rows of the result
-belong to the rank's expert e and come from rank s. This is the order of torch's
-``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
-(Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
-
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's splits. Both ops
-share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get the
-numbers of rows on both sides as lists of ints, so their results are known before they run.
-
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
-``unfused``    the collective, then a matmul per expert; any dtype
-
-Gradients: for the rows, the outputs' gradients times their experts' weights are moved back. This is an
-all_to_all, or a reduce-scatter of gathered rows (ranks with fewer rows are filled with zeros). For a
-weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the collective
-follows them.
+The message in which ranks compare a call also carries every rank's splits. Both ops share the code: the
+:class:`Routes` are different for all-gather and all-to-all. The torch ops get the numbers of rows on both
+sides as lists of ints, so their results are known before they run.
 """
 
 import functools
@@ -131,7 +115,6 @@ class Routes:
         return self.segments(self.rank)
 
     def splits(self) -> list[list[int]]:
-        """Return rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
     # -- for the kernel ------------------------------------------------------------------------
@@ -219,7 +202,6 @@ FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
 def results_of(record: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
-    """Allocate the output and, if requested, the rows that were multiplied."""
     new, dtype = record.input.new_empty, checks.output_dtype(record.out_dtype, record.input)
     output = new(rows, record.weight.shape[2], dtype=dtype)
     return output, new(rows, record.input.shape[1]) if record.return_received else None
@@ -233,7 +215,6 @@ def start_matmul(
     output: Tensor,
     received: Tensor | None,
 ) -> Event:
-    """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
     input, format = call.input, OPERAND_FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
@@ -266,7 +247,6 @@ def start_matmul(
 
 
 def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
-    """Check the fields of ``record`` of all grouped matmuls: factors, the algorithm, the dtype."""
     input = checks.tensor("input", record.input, communicator)
     algorithm, dtype = checks.algorithm_and_dtype(input, record)
     if input.dim() != 2:
@@ -292,7 +272,6 @@ def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
 
 
 def checked_tensors(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
-    """Return the arguments except splits, if they fit together on this rank."""
     operands = checked_operands(communicator, record)
     name = checks.activation("activation", record.activation)
     checks.flag("return_received", record.return_received)
@@ -304,7 +283,6 @@ def check(communicator: Communicator, record: GroupedArguments) -> GroupedArgume
 
 
 def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
-    """Return ``call`` with its splits as ints, if they fit its tensors."""
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
     sent = row_counts("input_splits", call.input_splits)
@@ -421,7 +399,6 @@ def expert_operands(
 
 
 def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Linear:
-    """Return the product of one expert; ``output``: its destination, if it is not the common one."""
     bias = None if linear.bias is None else linear.bias[expert]
     to = linear.output if output is None else output
     return replace(linear, weight=linear.weight[expert], bias=bias, output=to)
@@ -429,8 +406,6 @@ def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Line
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """One call of either op. ``received``: see the public ops."""
-
     communicator: Communicator
     op: str
     input: Tensor
@@ -439,7 +414,6 @@ class GroupedMatmul:
     received: Tensor | None
 
     def fused(self, configuration: Configuration) -> Event:
-        """One kernel. Its first programs copy, or the copy engine sends."""
         communicator, input, routes = self.communicator, self.input, self.routes
         columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
         block_m = configuration.block_m
@@ -472,7 +446,6 @@ class GroupedMatmul:
         return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
-        """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
         for segment in [*(each[self.routes.rank] for each in self.routes.mine), None]:
             end = received.shape[0] if segment is None else segment.to
@@ -534,7 +507,6 @@ class GroupedMatmul:
         return communicator.enqueue(self.op, layout, body)
 
     def unfused(self) -> Event:
-        """Run the collective, sort rows by expert, then one torch matmul per expert."""
         input, routes, received = self.input, self.routes, self.received
         stream, lone = self.communicator.compute, routes.world_size == 1
         # No op of the streams precedes this, so the streams must wait for the tensors to read.
@@ -564,7 +536,6 @@ class GroupedMatmul:
         return stream.record()
 
     def _by_source(self) -> Tensor:
-        """Return the rows that arrive, one source after another, each sorted by expert."""
         communicator, input, routes = self.communicator, self.input, self.routes
         rank, inner = routes.rank, input.shape[1]
         counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
@@ -625,7 +596,6 @@ class RowSplits(NamedTuple):
 
     @property
     def of_experts(self) -> list[Any]:
-        """Return the rows that each expert of this rank multiplies."""
         return _sums(self.received, self.sources)
 
     @property
@@ -637,18 +607,15 @@ class RowSplits(NamedTuple):
         return [sum(self.received[source :: self.sources]) for source in range(self.sources)]
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (expert, source) to (source, expert)."""
         return _transpose(torch.split(rows, self.received), self.sources)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (source, expert) to (expert, source)."""
         sources = range(self.sources)
         lengths = [each for source in sources for each in self.received[source :: len(sources)]]
         return _transpose(torch.split(rows, lengths), self.experts)
 
 
 def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
-    """Return sums of ``count`` lengths each."""
     return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
@@ -698,7 +665,6 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
 
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
-    """Receive the rows that were multiplied once more, because the op has not kept them."""
     splits: RowSplits = ctx.splits
     group = ctx.size, ctx.name
     if op == GATHER:
@@ -715,7 +681,6 @@ def multiply_by_expert(
     where: Iterable[slice],
     format: str = "",
 ) -> None:
-    """Fill ``output``: multiply each expert's rows, the slices ``where``, by its weight."""
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert

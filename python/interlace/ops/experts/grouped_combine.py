@@ -1,14 +1,13 @@
 """Grouped matmul + combine: the rows of experts are multiplied, return home, and are summed by token.
 
-The counterpart of ``all_to_all_grouped_matmul`` and of a dispatch (``routing.py``): rows have the order of
-their results.
+Rows have the order of the results of ``all_to_all_grouped_matmul`` and of a dispatch (``routing.py``).
 
 ``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/combine.py``)
 ``pipelined``  a torch matmul for each home and expert, directly into the home's workspace
 ``unfused``    a torch matmul per expert, then a combine; any dtype, many nodes
 
 The last two, and calls with splits, know the routing on the host. After a dispatch with a bound of tokens
-the kernel reads it on the device, uses a plan, and needs no count on the host.
+the kernel reads it on the device, and uses a plan.
 
 There are two ops. With splits, the gradients of the tokens travel and are multiplied by
 ``all_to_all_grouped_matmul``. With the segments of a dispatch ("routed"), a graph need not know any number
@@ -148,8 +147,6 @@ _Arguments = GroupedCombineArguments | RoutedCombineArguments
 
 
 class CheckedCombine(NamedTuple):
-    """The arguments of a call, checked on this rank."""
-
     assignment: Any  # an Assignment; None if it is not used again
     weights: Tensor | None
     input: Tensor
@@ -241,11 +238,7 @@ class GroupedMatmulCombine:
 def _prepare(
     communicator: Communicator, record: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: from :func:`interlace.ops.experts.combine.results_of`; without them the result is the
-    sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = check(communicator, record)
     if isinstance(record, GroupedCombineArguments):
         splits = checked_splits(communicator, call, record.splits)
@@ -264,7 +257,6 @@ def _prepare(
 
 
 def check(communicator: Communicator, record: _Arguments) -> CheckedCombine:
-    """Return the arguments except splits, if they fit together on this rank."""
     factors = checked_operands(communicator, record)
     routing = _routing_of(record, factors["weight"].shape[0], communicator.world_size)
     assignment = assignment_of(communicator, routing, record.topk_idx, None)
@@ -285,7 +277,6 @@ def _routing_of(record: _Arguments, each: int, world_size: int) -> Routing:
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
-    """Return ``splits`` as ints, if they fit the rows."""
     found = received_counts("splits", splits, call.weight.shape[0], communicator.world_size)
     if sum(found) != call.input.shape[0]:
         raise ValueError(f"splits adds up to {sum(found)}, input has {call.input.shape[0]} rows")
@@ -293,7 +284,6 @@ def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any
 
 
 def agree(communicator: Communicator, call: CheckedCombine, splits: list[int]) -> Tensor:
-    """Return all ranks' rows by expert; raise alike on all ranks."""
     experts = call.weight.shape[0]
     terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]))
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
@@ -432,7 +422,6 @@ def _on_device(
     dtype: torch.dtype,
     format: str,
 ) -> PreparedCall:
-    """Run the kernel after a dispatch with a bound; it reads the routes on the device."""
     call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype, format)
 
     def start() -> Outcome:
@@ -545,7 +534,6 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
 
 
 def routed_gradients(record: RoutedGradientArguments, size: int) -> list[Tensor]:
-    """Allocate the gradients of input, weight and bias."""
     weight = record.weight
     bias = weight.new_empty((weight.shape[0], weight.shape[2]))
     return [record.input.new_empty(record.input.shape), weight.new_empty(weight.shape), bias]
@@ -563,7 +551,6 @@ def _of_tokens(record: RoutedGradientArguments) -> DispatchArguments:
 
 
 def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(record.weight.dtype), record.input.shape[0])

@@ -1,19 +1,8 @@
-"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers.
+"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers along k.
 
-============  ============================  =========================================  ==============
-format        values                        one scale for                              scales
-============  ============================  =========================================  ==============
-fp8_block128  float8_e4m3fn                 128 numbers along k; of a weight also      float32
-                                            128 x 128
-mxfp8         float8_e4m3fn                 32 numbers along k                         float8_e8m0fnu
-mxfp8_e5m2    float8_e5m2                   32 numbers along k                         float8_e8m0fnu
-mxfp4         float4_e2m1fn_x2              32 numbers along k                         float8_e8m0fnu
-nvfp4         float4_e2m1fn_x2              16 numbers along k, and one float32 more   float8_e4m3fn
-                                            for the whole tensor
-============  ============================  =========================================  ==============
-
-``k`` is the dimension along which a matmul sums. A last block may be shorter. Sources: OCP Microscaling
-Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the weights of DeepSeek-V3.
+``k`` is the dimension along which a matmul sums. A last block may be shorter. docs/how-to/train/formats.md
+has a table of the formats. Sources: OCP Microscaling Formats (MX) Specification v1.0; cuBLAS, "Block
+Scaling Factors Layout"; the weights of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -72,7 +61,6 @@ class BlockFormat:
 
     @property
     def of_weight(self) -> BlockFormat:
-        """The format of a weight beside an input in this format."""
         return replace(self, values=self.weight_values or self.values)
 
     @property
@@ -88,7 +76,6 @@ class BlockFormat:
 
     @property
     def kernel_constants(self) -> dict[str, Any]:
-        """The constants of kernels for this format."""
         names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
         if self.weight_values is not None:
             names["WEIGHT_VALUES"] = KERNEL_NAMES[self.weight_values]
@@ -110,7 +97,6 @@ class BlockFormat:
             )
 
     def packed_rows(self, rows: Tensor) -> Tensor:
-        """Quantise and pack rows of numbers ``[..., rows, k]``; the scale of the whole tensor is 1."""
         whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
         return packed_rows(quantize(rows, self.name, whole=whole))  # type: ignore[arg-type]
 
@@ -120,7 +106,6 @@ class BlockFormat:
         return self.scale != torch.float32
 
     def native_kind(self, configuration: Configuration) -> str:
-        """Return ``NATIVE`` of ``kernels/block_scales.py``."""
         if configuration.native_scales and self.scale != torch.float32:
             return "scales"
         return "values" if configuration.native_values else ""
@@ -130,7 +115,6 @@ class BlockFormat:
         return self.scale != torch.float32 or not configuration.native_scales
 
     def steps(self, row_bytes: int) -> int:
-        """Return the number of steps of 128 numbers in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)
 
 
@@ -147,7 +131,6 @@ FORMATS = {
 
 
 def operand_format(input: str, weight: str) -> str:
-    """Return the key of :data:`OPERAND_FORMATS` for an input and a weight in these formats."""
     return input if input == weight else f"{input} x {weight}"
 
 
@@ -170,7 +153,6 @@ def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
 
 
 def format_named(name: object, formats: Mapping[str, BlockFormat] = FORMATS) -> BlockFormat:
-    """Return the format of that name. Raise a ValueError that lists the names."""
     if not isinstance(name, str) or name not in formats:
         raise ValueError(
             f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
@@ -553,7 +535,6 @@ def unpair(values: Tensor) -> Tensor:
 
 
 def _swizzled_size(rows: int, blocks: int) -> int:
-    """Return the number of scales in the swizzled layout of ``rows x blocks``, with its padding."""
     return (
         _blocks(rows, SWIZZLE_ROWS)
         * SWIZZLE_ROWS
@@ -565,8 +546,7 @@ def _swizzled_size(rows: int, blocks: int) -> int:
 def swizzled(scales: Tensor) -> Tensor:
     """Return ``[rows, blocks]`` one-byte scales in the layout SWIZZLE_32_4_4, flat, padded with zeros.
 
-    Tiles of 128 x 4 follow each other by row. In a tile, row ``32 a + b`` and column ``c`` is at ``16 b +
-    4 a + c``.
+    Tiles of 128 x 4 follow each other by row, with row ``32 a + b`` and column ``c`` at ``16 b + 4 a + c``.
     """
     rows, blocks = scales.shape
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
@@ -577,7 +557,6 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def unswizzle(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return the inverse of :func:`swizzled`: ``[rows, blocks]``."""
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
     tiles = scales.contiguous().view(torch.uint8).view(bands, groups, 32, 4, 4)
     whole = tiles.permute(0, 3, 2, 1, 4).reshape(bands * SWIZZLE_ROWS, groups * SWIZZLE_COLUMNS)
@@ -616,7 +595,6 @@ def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
 
 
 def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
-    """Rebuild packed rows from the result of :meth:`Scaled.__reduce__`."""
     scaled = unpacked_rows(rows, format_named(format), numbers)
     return scaled if inner == -1 else scaled.t()
 
@@ -624,7 +602,6 @@ def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
 def _of_bytes(
     values: Tensor, scales: Tensor, format: str, whole: Tensor | None, inner: int
 ) -> Scaled:
-    """Rebuild values and scales from the result of :meth:`Scaled.__reduce__`."""
     kind = format_named(format)
     return Scaled(values.view(kind.values), scales.view(kind.scale), format, whole, inner)
 
@@ -668,7 +645,6 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
 
 
 def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
-    """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
     for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True):
         own_scales = scales[
@@ -686,5 +662,4 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
 
 
 def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
-    """Return the numbers for these bytes in float32, without their scales."""
     return unpair(values) if kind.packed > 1 else values.view(kind.values).float()

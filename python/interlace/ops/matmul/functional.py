@@ -1,7 +1,4 @@
-"""The functional forms of the fused matmuls and norms; part of ``interlace.functional``.
-
-``ops/matmul/scaled.py`` describes the scales of fp8 operands.
-"""
+"""The functional forms of the fused matmuls and norms; part of ``interlace.functional``."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ def gather(
     *,
     save_gathered: bool = True,
 ) -> Any:
-    """Start all_gather_matmul on a record with weights and biases as callers pass them."""
     op, input, asked = OP, record.input, record.return_gathered
     terms: AbstractContextManager[None] = nullcontext()
     if record.format or isinstance(input, Scaled) or isinstance(record.weights, Scaled):
@@ -124,7 +120,6 @@ def gather(
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
-    """Return the block-scaled operands, made from values and scales; [] if no operand has blocks."""
     try:
         found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
@@ -289,7 +284,6 @@ def reduce(
     group: FunctionalGroup,
     tag: str = "",
 ) -> Any:
-    """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
     terms: AbstractContextManager[None] = nullcontext()
     scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)

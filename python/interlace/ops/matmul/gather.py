@@ -1,8 +1,4 @@
-"""The fused op all-gather + matmul.
-
-A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves) and brought into 2-D form. Then one of the algorithms in
-``python/interlace/ops/matmul/launch_gather.py`` runs it.
+"""The fused op all-gather + matmul. ``launch_gather.py`` has its algorithms, on matrices.
 
 The gradient of the input is a matmul_reduce_scatter. The gradient of a weight is the gathered input times
 the product's gradient. The op that communicates is started first, and waited for last.
@@ -189,7 +185,6 @@ def _multiply_rows(
     operands: checks.Operands,
     columns: list[int],
 ) -> Event:
-    """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
     inner, total = shard.shape[1], sum(rows)
     problem = tuning.gather_problem(
         communicator.world_size,
@@ -218,7 +213,6 @@ def _multiply_rows(
 
 
 def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
-    """Make a product per weight, then the gathered input if it is requested."""
     input = record.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
@@ -234,7 +228,6 @@ def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
 def _outputs(
     input: Tensor, dim: int, length: Any, weights: Sequence[Tensor], dtype: Any, gathered: bool
 ) -> list[Output]:
-    """Make the results for shards with this total ``length``."""
     products = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
     return [*products, gathered_input(input, dim, length)] if gathered else products
 
@@ -245,7 +238,7 @@ _takes_any_lengths: ContextVar[bool] = ContextVar("interlace_any_lengths", defau
 class taking_any_lengths:
     """A context in which the op accepts shards of unequal lengths and adds these to its results.
 
-    For an eager call that goes through torch's dispatcher. A compiler could not know this result.
+    For an eager call through torch's dispatcher. A compiler could not know this result.
     """
 
     def __enter__(self) -> None:
@@ -356,7 +349,6 @@ def start_gradients(
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """Return one weight with the columns of all, in memory by rows or by columns as the first one."""
     if weights[0].stride(0) == 1:
         return torch.cat([weight.t() for weight in weights], 0).t()
     return torch.cat([*weights], 1)

@@ -1,12 +1,10 @@
 """The launch side of the kernels that end with a norm of rows (``kernels/matmul/row_norms.py``).
 
 ``Linear.tail`` describes the steps after a sum of rows. Algorithms that multiply with torch apply it where
-they add a bias (``operands.finish_sum``). The kernels of ``launch_reduce.py`` take it from this file. The
-reduction of existing rows is also here; its ``Linear`` has no product.
-
-``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows of the
-results, which include this rank's: the normed rows, any scales, and the sums, or None if these are not
-gathered.
+they add a bias (``operands.finish_sum``). The reduction of existing rows has a ``Linear`` without a
+product. ``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows
+of the results, which include this rank's: the normed rows, any scales, and the sums, or None if these are
+not gathered.
 """
 
 from collections.abc import Sequence
@@ -39,8 +37,6 @@ Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
 
 
 class WholeRows(NamedTuple):
-    """All ranks' rows of the gathered tensors."""
-
     normed: torch.Tensor
     scale: torch.Tensor | None
     sum: torch.Tensor | None
@@ -66,7 +62,6 @@ def slice_blocks(
 
 
 def blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
-    """Return :func:`slice_blocks` for the rows of a sum."""
     packed = linear.tail is not None and linear.tail.format is not None
     columns, itemsize = linear.output.shape[1], linear.output.element_size()
     return slice_blocks(columns, configuration, itemsize, INNER if packed else 1)
@@ -85,7 +80,6 @@ def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
 def tail_arguments(
     linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
 ) -> dict[str, Any]:
-    """Return the operands of the norm, and its constants; ``blocks``: see :func:`slice_blocks`."""
     tail = linear.tail
     assert tail is not None
     constants = Tail(
@@ -135,7 +129,6 @@ def gathering(
 
 
 def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
-    """Run a torch matmul with few rows; one low-latency kernel sums and norms them on all ranks."""
     product = torch.empty_like(linear.output)
     communicator.compute.call(
         lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
@@ -155,7 +148,6 @@ def reduce_fused(
     configuration: Configuration,
     whole: WholeRows | None = None,
 ) -> Event:
-    """Run one kernel that sums this rank's rows of the dense ``input`` over ranks and norms them."""
     columns = linear.output.shape[1]
     itemsize = linear.output.element_size()
     tail = tail_arguments(linear, blocks_of(linear, configuration), whole)
@@ -200,7 +192,6 @@ def norm_and_gather(
 
 
 def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
-    """Gather all ranks' rows in ``whole``. This rank's rows are ready after ``event``."""
     for tensor in whole.tensors():
         parts = [tensor[first : first + count].view(-1) for first, count in segments]
         event = plain.gather_made(communicator, parts[communicator.rank], parts)
@@ -209,11 +200,7 @@ def gather(communicator: Communicator, whole: WholeRows, segments: Segments, eve
 
 @dataclass
 class RowReduction:
-    """A reduction of existing rows with a norm. ``segments`` is None if all ranks get all rows.
-
-    ``input`` is dense. ``linear`` has no product, only the bias and the steps after the sum.
-    ``measured``: the tuned values for the kernel.
-    """
+    """A reduction of existing, dense rows with a norm. ``segments`` is None if all ranks get all rows."""
 
     communicator: Communicator
     op: str
@@ -233,7 +220,6 @@ class RowReduction:
         return event
 
     def _by_owner(self) -> tuple[Linear, Segments, WholeRows | None]:
-        """Return the steps for this rank's rows, the rows by owner, and all ranks' results."""
         linear = self.linear
         if self.segments is not None:
             return linear, self.segments, self.whole
@@ -293,7 +279,6 @@ class RowReduction:
         return event if whole is None else gather(communicator, whole, segments, event)
 
     def unfused(self) -> Event:
-        """Run the collective, whose sums are rounded, then torch's norm of them."""
         communicator, linear, segments = self.communicator, self.linear, self.segments
         reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
         total = torch.empty_like(linear.output)

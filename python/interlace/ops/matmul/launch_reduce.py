@@ -1,11 +1,7 @@
 """The launch side of matmul + reduce-scatter and matmul + all-reduce.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls per owner; each product is sent as soon as it is ready
-``unfused``    matmul, then the collective; any dtype
-
 Matrices are as in ``launch_gather.py``. ``segments`` lists (first row, rows) by owner. ``linear.output``
-has the rows that this rank owns.
+has the rows that this rank owns. "pipelined" sends each owner's product as soon as it is ready.
 
 Between nodes the fused algorithm has two kernels (``kernels/matmul/node_matmul_reduce_scatter.py``)::
 
@@ -62,7 +58,6 @@ class OwnerTables:
 def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> OwnerTables:
-    """Return the tables; ``segments`` are (first row, rows) by owner."""
     pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
     known = algorithms.reductions_of(rank, nodes, pieces)
     return OwnerTables(
@@ -236,7 +231,6 @@ def matmul_reduce_scatter_fused(
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """Run a torch matmul per owner into the owner's workspace; then sum in rank order."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
@@ -267,7 +261,6 @@ def matmul_reduce_scatter_pipelined(
 def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """Compute the whole product in this rank's workspace; then every rank sums its part."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, columns, dtype = communicator.rank, linear.weight.shape[1], linear.output.dtype

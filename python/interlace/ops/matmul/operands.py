@@ -62,7 +62,6 @@ class Linear:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a sum of products needs more steps before it is the output."""
         return self.bias is not None or bool(self.activation) or self.tail is not None
 
 
@@ -104,7 +103,6 @@ def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtyp
 
 
 def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
-    """Make the gathered input. In memory ``dim`` is first and has ``length``."""
     off_dim = [n for i, n in enumerate(input.shape) if i != dim]
     whole = input.new_empty([length, *off_dim])
     flat = whole.view(whole.shape[0] * math.prod(off_dim[:-1]), off_dim[-1])
@@ -137,10 +135,7 @@ def multiply(
     activation: str = "",
     format: BlockFormat | None = None,
 ) -> None:
-    """Write ``activation(input @ weight (+ bias))`` by torch; round once more if dtypes differ.
-
-    ``format``: the format of packed operands.
-    """
+    """Write ``activation(input @ weight (+ bias))`` by torch; round once more if dtypes differ."""
     if output.dtype != input.dtype:
         assert format is not None or input.dtype != torch.uint8, "packed rows without their format"
         dtype = wide(output.dtype)
@@ -159,10 +154,7 @@ def multiply(
 
 
 def finish_sum(total: torch.Tensor, linear: Linear) -> None:
-    """Write ``activation(total + bias) + residual``, rounded once, and run the steps of the tail.
-
-    ``total`` is changed.
-    """
+    """Write ``activation(total + bias) + residual``, rounded once, and run the tail; changes ``total``."""
     if linear.bias is not None:
         bias = linear.bias.to(total.dtype)
         total += bias if linear.bias_along == "n" else bias[:, None]
@@ -189,7 +181,6 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
 def sum_staged(
     communicator: Communicator, workspace: Workspace, linear: Linear, offset: int
 ) -> None:
-    """Sum the rows that ranks have staged for this one at ``offset`` of their workspaces, and finish."""
     plain.wait_for_all(communicator, workspace, 0)
     shape, dtype = linear.output.shape, linear.output.dtype
     parts = [workspace.data(r, offset, shape, dtype) for r in range(communicator.world_size)]
@@ -199,7 +190,6 @@ def sum_staged(
 def enqueue_product(
     communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
 ) -> None:
-    """Write ``activation(input @ weight + bias)`` for ``rows``, by torch on the compute stream."""
     output = linear.output[rows]
     if output.numel():
         communicator.compute.call(
@@ -334,7 +324,6 @@ def product(
 
 
 def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
-    """Return the constants of tiles that are ``rows`` whole rows and come from no matmul."""
     wide = 1 << max(0, columns - 1).bit_length()
     bias = "" if linear.bias is None else linear.bias_along
     return Tiles(rows, wide, BIAS=bias, ACTIVATION=linear.activation)
@@ -358,7 +347,6 @@ def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def with_roles(
     kernel: Any, arguments: dict[str, Any], extents: tuple[int, int, int], stages: int
 ) -> dict[str, Any]:
-    """Return the arguments of a ``kernel`` with warp roles, made from the reference kernel's."""
     return taken_by(kernel, arguments) | {"extents": Extents(*extents), "STAGES": stages}
 
 
@@ -374,7 +362,6 @@ def epilogue(linear: Linear) -> dict[str, Any]:
 
 
 def copies(configuration: Configuration, copiers: int, multicast: str = "") -> dict[str, Any]:
-    """Return the argument about ``copiers`` that send chunks of rows."""
     sizes = configuration.copy_rows, configuration.copy_columns
     return {"COPIES": Copies(copiers, *sizes, multicast)}
 
@@ -431,7 +418,6 @@ def launch_options(
 def checked_bias(
     bias: torch.Tensor | None, columns: int, input: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return ``bias`` after a check that it fits ``input`` and ``columns``, or is None."""
     if bias is not None:
         if tuple(bias.shape) != (columns,):
             raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")

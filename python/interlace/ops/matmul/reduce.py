@@ -1,8 +1,4 @@
-"""The fused ops that reduce a product: matmul + reduce-scatter and matmul + all-reduce.
-
-A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves) and brought into 2-D form. Then one of the algorithms in
-``python/interlace/ops/matmul/launch_reduce.py`` runs it.
+"""The fused ops that reduce a product; ``launch_reduce.py`` has their algorithms, on matrices.
 
 If the product is scattered, the gradient of its input is an all_gather_matmul. The gradient of its weight
 is the input times the gathered gradient. Unequal parts are padded with zeros, which are then cut off. If
@@ -93,7 +89,6 @@ class ReductionArguments:
 
     @property
     def op(self) -> str:
-        """The eager op with these arguments."""
         if self.weight is None:
             return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
         return ALL_REDUCE if self.scatter_dim is None else SCATTER
@@ -121,7 +116,7 @@ class Scattering(NamedTuple):
     """A product whose rows are scattered: its factors, and the rows by owner, (first row, rows).
 
     The scattered dimension has ``length`` indices; this rank has ``own`` of them from ``first`` on. Each
-    index is as many rows as the product of ``others``. A bias is ``along`` "n" or "m".
+    index is as many rows as the product of ``others``.
     """
 
     left: Tensor
@@ -161,7 +156,6 @@ class CheckedReduce:
         return parts
 
     def scattering(self) -> Scattering:
-        """Return the factors of the product, and the rows by owner."""
         input, dim, parts = self.input, self.dim, self._parts()
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
@@ -175,7 +169,6 @@ class CheckedReduce:
         return Scattering(left, right, segments, length, first, own_length, off_dim, along)
 
     def scattered(self, buffer: Tensor | None) -> Outcome:
-        """Start matmul_reduce_scatter."""
         self.agree()
         scattering = self.scattering()
         output = buffer
@@ -206,7 +199,6 @@ class CheckedReduce:
         return Outcome(view if buffer is None else None, event)
 
     def summed(self, buffer: Tensor | None) -> Outcome:
-        """Start matmul_all_reduce."""
         self.agree()
         input, weight, output = self.input, self.weight, buffer
         if buffer is None:
@@ -266,7 +258,6 @@ class CheckedReduce:
         segments: list[tuple[int, int]],
         algorithm: str = "",
     ) -> Event:
-        """Compute ``left @ linear``, reduced, by ``algorithm`` or by the choice for these shapes."""
         communicator = self.communicator
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(SCATTER, max(count for _, count in segments), columns)
@@ -314,7 +305,6 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
 
 
 def result(record: ReductionArguments, size: int) -> Output:
-    """Make this rank's part of the product, or all of it."""
     input, weight = record.input, record.weight
     check_factors(input, weight)
     dtype = checks.output_dtype(record.out_dtype, input)
@@ -348,7 +338,6 @@ def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
 
 
 def own_part(record: ReductionArguments, communicator: Communicator) -> int | None:
-    """Return the length of this rank's scattered part if parts are unequal, as the op takes it."""
     if record.scatter_dim is None:
         return None
     columns = record.input.shape[-1] if record.weight is None else record.weight.shape[1]

@@ -10,10 +10,10 @@ activation    makes an error of x at most its steepest slope times as large, and
               ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
-Functions that are named after an op take tensors of any float dtype. They return two float64 tensors: the
-value, and the largest error of a correct result. They share no formula with ``Op.reference``, which rounds
-as the op does and computes LocalTensors. Tests compare the two. ``check``, ``demo`` and ``bench`` use these
-functions.
+
+Functions that are named after an op return two float64 tensors: the value, and the largest error of a
+correct result. They share no formula with ``Op.reference``, which rounds as the op does and computes
+LocalTensors.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,6 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def half_denormal(dtype: torch.dtype) -> float:
-    """Return the largest absolute error of one rounding near zero."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps / 2
 
@@ -127,8 +126,7 @@ def matmul_all_reduce(
     reduce_op: str = "sum",
     activation: str = "",
 ) -> Bounded:
-    """Return ``activation(sum or average of inputs[r] @ weights[r], + bias)``, each product rounded
-    once."""
+    """Return ``activation(sum or average of inputs[r] @ weights[r], + bias)``, each rounded once."""
     parts = [
         (_product(a, b), _product_error(a, b, out_dtype, 0))
         for a, b in zip(inputs, weights, strict=True)
@@ -189,7 +187,6 @@ def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dt
 def _sum_error(
     errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
 ) -> torch.Tensor:
-    """Return a bound for a sum of terms that are off by ``errors``; an average is one operation more."""
     return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
 
 

@@ -1,22 +1,13 @@
 """The fused ops on scaled operands: fp8 matrices whose numbers are multiplied by scales.
 
 The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, computed by ``torch._scaled_mm``,
-which decides about dtypes and shapes. A scale is float32. It is one for all numbers, or one per row of
-``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. If the kinds differ, the single scale is
-repeated. A single scale of a gathered input has to be equal on all ranks.
+which decides about dtypes and shapes. If one scale is by row or column and the other single, the single one
+is repeated.
 
-============================  ========================================================================
-all_gather_scaled_matmul      rows are sent in fp8, with their own scales if they have some; then the
-                              matmuls. All of it is in flight.
-scaled_matmul_reduce_scatter  the whole product is computed before the call returns; then it is reduced,
-                              in ``out_dtype``, in flight.
-============================  ========================================================================
-
-This is ``algorithm`` "unfused". "fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where
-it arrives and accumulates in fp32. Products of a reduction are scaled before they are sent, in
-``out_dtype``. If the kinds of scales differ, the kernel uses one per row and per column.
-
-``out_dtype`` is bfloat16 by default. There are no gradients.
+"unfused" sends rows in fp8, with their own scales if they have some, and all of it is in flight. A whole
+product that is reduced is computed before the call returns, and reduced in ``out_dtype``, in flight.
+"fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where it arrives and accumulates in
+fp32. Products of a reduction are scaled before they are sent, in ``out_dtype``. There are no gradients.
 """
 
 import dataclasses
@@ -90,8 +81,6 @@ class ScaledMatmulReduceScatterArguments:
 
 
 class ScaledOperands(NamedTuple):
-    """The operands of one product: fp8 matrices, their scales, and a bias."""
-
     input: Tensor
     weight: Tensor
     input_scale: Tensor
@@ -149,7 +138,6 @@ def is_by_row(input: Tensor, scale: Tensor) -> bool:
 
 
 def _check(operands: ScaledOperands) -> None:
-    """Check operands for errors that torch would not find on all ranks."""
     input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
         raise ValueError(
@@ -194,7 +182,6 @@ def _agree(
 
 
 def operands(record: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
-    """Return the checked operands of each weight's product."""
     weights, weight_scales, biases = record.weights, record.weight_scales, record.biases
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
@@ -298,7 +285,6 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
 
 
 def scattered_output(record: ScaledMatmulReduceScatterArguments, size: int) -> Output:
-    """Make ``[.., n / size, .., columns]``."""
     dtype, dim = record.out_dtype or torch.bfloat16, record.scatter_dim
     unscaled = reduce.ReductionArguments(
         record.input, record.weight, scatter_dim=dim, out_dtype=dtype
@@ -371,7 +357,6 @@ def start_reduce(communicator: Communicator, record: ScaledMatmulReduceScatterAr
 def why_not(
     communicator: Communicator, inner: int, weights: Sequence[Tensor], out_dtype: torch.dtype | None
 ) -> str:
-    """Return why the kernels cannot multiply these operands; "" if they can."""
     for weight in weights:
         across, along = weight.stride()
         columns = weight.shape[1]  # a stride matters only with a second row or column
@@ -430,7 +415,6 @@ def reduce_fused(
     average: bool,
     inner: int,
 ) -> Event:
-    """Write ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
     input, weight, row_scale, column_scale, bias = record.operands
     dim, size = record.scatter_dim % input.dim(), communicator.world_size
     by_row = row_scale.numel() != 1 or column_scale.numel() != 1
@@ -496,7 +480,6 @@ def _fp8(setting: Setting, rows: int, columns: int) -> Tensor:
 
 
 def _right(setting: Setting) -> Tensor:
-    """Return a weight whose columns are contiguous."""
     return _fp8(setting, FP8_WIDTH, FP8_WIDTH).t()
 
 

@@ -5,18 +5,10 @@ and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is the name
 backend, or of an interlace group. ``functions.py`` registers the ops. Inputs need not be in symmetric
 memory.
 
-==============================  ======================================================================
-op                              is
-==============================  ======================================================================
-fused_all_gather_matmul,        interlace's fused ops, for floats; for other dtypes collective and matmul
-fused_matmul_reduce_scatter
-the same with "scaled"          gather and ``torch._scaled_mm``, as in torch's own fallback
-_low_contention_*               in flight until ``_c10d_functional.wait_tensor``
-one_shot_*, two_shot_*,         interlace's collectives, complete when they return
-multimem_*, reduce_scatter_out
-==============================  ======================================================================
-
-As in torch there are no gradients. Inputs that require gradients cause a warning.
+The fused ops are interlace's for floats; for other dtypes they are a collective and a matmul. The scaled
+ones gather and call ``torch._scaled_mm``, as torch's own fallback does. ``_low_contention_*`` are in flight
+until ``_c10d_functional.wait_tensor``. All others are complete when they return. As in torch there are no
+gradients. Inputs that require gradients cause a warning.
 """
 
 from collections.abc import Sequence
@@ -174,7 +166,6 @@ def fused_all_gather_scaled_matmul(
 def _blocks(
     input: tuple[Tensor, Tensor], Bs: Sequence[Tensor], B_scales: Sequence[Tensor]
 ) -> list[Scaled]:
-    """Return these operands as block-scaled ones, with scales in ``torch._scaled_mm``'s layout."""
     weights = [
         (B, block_scaled.plain_scales(B, scale, -2)) for B, scale in zip(Bs, B_scales, strict=True)
     ]
@@ -205,7 +196,6 @@ def _gather_blocks(
     result_scales: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the gathered values and the block-scaled products, in fp32, rounded once."""
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         _refuse_result_scale(*result_scales)
         wide = [None if each is None else each.float() for each in biases]
@@ -306,7 +296,6 @@ multimem_one_shot_all_reduce = multimem_one_shot_all_reduce_out = one_shot_all_r
 def multimem_one_shot_reduce_out(
     input: Tensor, reduce_op: str, root: int, group_name: str, out: Tensor
 ) -> Tensor:
-    """Write to ``out`` on rank ``root``; other ranks' ``out`` stays unchanged."""
     communicator = _ranks(group_name, input)
     reduced = _now(REDUCE.begin(communicator, (input, reduce_op, root)))
     return out.copy_(reduced) if communicator.rank == root else out

@@ -25,8 +25,6 @@ _AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
 
 
 class _Failed:
-    """A stand-in for the Work of an op that has failed."""
-
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -179,8 +177,6 @@ class AsyncTensor(torch.Tensor):
 
 
 def _of_plain(name: str) -> Any:
-    """Return a method that waits and calls the plain tensor's method of that name."""
-
     def method(self: AsyncTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.wait(), name)(*args, **kwargs)
 
@@ -221,7 +217,6 @@ for _name in (
 
 
 def _open(value: Any) -> Any:
-    """Return ``value`` with the plain tensor for every AsyncTensor in it."""
     if type(value) is AsyncTensor:
         return value._complete()
     if isinstance(value, (list, tuple)):
@@ -267,8 +262,6 @@ def _take_plain_tangents() -> None:
 
 
 class _Tracked(torch.autograd.Function):
-    """Wrap a tensor with an autograd history as an AsyncTensor with the same history."""
-
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
         return AsyncTensor(inner)
@@ -279,8 +272,6 @@ class _Tracked(torch.autograd.Function):
 
 
 class _Opened(torch.autograd.Function):
-    """Unwrap an AsyncTensor with an autograd history to the plain tensor."""
-
     @staticmethod
     def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
         return outer._complete().detach()
@@ -291,10 +282,7 @@ class _Opened(torch.autograd.Function):
 
 
 class _AboveAutograd(AsyncTensor):
-    """For ``torch.export``, which traces above autograd and allows no subclass there: it waits before.
-
-    Its autograd history is the history of the tensor under it.
-    """
+    """For ``torch.export``, which traces above autograd and allows no subclass there: it waits before."""
 
     @classmethod
     def __torch_function__(
@@ -355,7 +343,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_torch() -> tuple[type, ...]:
-    """Return torch's class for the same purpose; () before it was imported: interlace does not import
-    it."""
+    """Return torch's class for the same purpose, or () before a program has imported it."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     return () if module is None else (module.AsyncCollectiveTensor,)

@@ -49,7 +49,6 @@ _known: dict[str, _FunctionalOp] = {}
 
 
 def define(op: Op) -> None:
-    """Make the op known to :func:`run`; ``library.py`` calls this."""
     fields = tuple(op.kinds)
     operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
     _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)
@@ -70,7 +69,6 @@ def run(
 
 
 def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
-    """Run an op on the record of its arguments, as :func:`run` does."""
     known = _known[op]
     if direct(tensors([getattr(record, name) for name in known.operands])):
         return _results(known.op, known.op.start(bound(group, tag), record))
@@ -79,7 +77,6 @@ def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
 
 
 def _results(op: Op, started: Started) -> Any:
-    """Return the results of an op, which wait on their first use, or its only result."""
     results = [AsyncTensor(each, started.work) for each in started.outputs]
     return results if op.several else results[0]
 
@@ -135,7 +132,6 @@ def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoRet
 
 
 def flag(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         refuse(op, group, tag, TypeError(f"{name} must be a bool, got {value!r}"))
 
@@ -172,7 +168,6 @@ def check(
 
 
 def ints(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> list[Any]:
-    """Return any list or tuple of ints as a list; raise TypeError for other values."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
     ):

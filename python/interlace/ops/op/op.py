@@ -3,25 +3,15 @@
 Its arguments are the fields of a dataclass. They give the schema for torch, and the order of the gradients
 for autograd; everything else is by name. The group, as size and name, follows the arguments.
 
-``OPS`` has all ops by name, for callers that need no other knowledge of them.
+A call is checked, compared with the other ranks in one small host message, and passed to an algorithm. A
+mismatch raises on every rank before any data moves.
 
-A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
-host message. A mismatch raises on every rank before any data moves.
+A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. The part of a
+fused op's gradient that communicates is started first and waited for last.
 
-A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It is declared
-with its op. The part of a fused op's gradient that communicates is started first and waited for last.
-
-Tests and tools make arguments by name, as examples. An op needs no example for an argument that has a
-default, or that other ops also have. ``Op.examples`` has the other examples. An example is a function of a
-:class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small integers, so sums are
-exact in every dtype and order.
-
-=============  ===================================================================================
-legend
-=============  ===================================================================================
-rows           by rank: the number of the rank's rows in the whole, after the rows of lower ranks
-width          of all matrices, k and n alike; groups of 2 and of 3 ranks share 6 evenly
-=============  ===================================================================================
+Tests and tools make arguments by name, as examples. An example is a function of a :class:`Setting`, so each
+rank can make the arguments of all ranks. Numbers are small integers, so sums are exact in every dtype and
+order.
 """
 
 import contextlib
@@ -52,7 +42,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """A rank's setting for which example arguments are made. ``call`` makes the numbers differ."""
+    """A rank's setting for which example arguments are made. ``call`` makes the numbers differ.
+
+    ``rows``: by rank, the number of its rows in the whole. ``width`` of all matrices, k and n alike; groups
+    of 2 and of 3 ranks share 6 evenly.
+    """
 
     rank: int
     size: int
@@ -91,7 +85,6 @@ class Setting:
 
 
 Example = Callable[[Setting], Any]
-"""A function that makes an argument of a rank."""
 
 
 def constant(value: Any) -> Example:
@@ -154,7 +147,8 @@ class Started(NamedTuple):
 class _Together(TorchWork):
     """The Work of an op with several outputs. A wait for one removes all from torch's registry.
 
-    Otherwise the registry would keep unused outputs, and in a graph no code waits for these."""
+    Otherwise the registry would keep unused outputs, as no code of a graph waits for these.
+    """
 
     def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -193,14 +187,12 @@ def register(started: Started, communicator: Communicator) -> None:
 
 
 def finish(started: Started) -> Sequence[torch.Tensor]:
-    """Wait now, for an op that must be complete when it returns, and return the outputs."""
     if started.work is not None:
         started.work.wait()
     return started.outputs
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, complete, as an op needs it."""
     traced = torch.compiler.is_compiling() or above_autograd() or _has_tracer()
     if tensor.requires_grad and not (traced or transforms_active()):
         with torch.no_grad():  # torch's op returns its argument and has no gradient
@@ -211,7 +203,6 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def _has_tracer() -> bool:
-    """Return whether an active mode does more than look at calls."""
     return bool(modes_active() and not only_watched())
 
 
@@ -244,9 +235,7 @@ def pad(tensor: Tensor, dim: int, length: Any) -> Tensor:
 
 
 def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
-    """Pad each part of ``tensor`` along ``dim`` with zeros up to the longest part.
-
-    ``lengths``: lengths of the parts; None if they are equal."""
+    """Pad each part of ``tensor`` along ``dim`` with zeros to the longest one; ``lengths`` None: equal."""
     if lengths is None:
         return tensor
     dim %= tensor.dim()
@@ -288,7 +277,6 @@ def kind(annotation: Any) -> str:
 
 @functools.cache
 def kinds_of(arguments: Any) -> dict[str, str]:
-    """Return the schema types of a record's fields by name; "" for arguments of eager calls only."""
     hints = typing.get_type_hints(arguments, include_extras=True)
     return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
 
@@ -314,15 +302,11 @@ def without_gradient(op: str) -> OpGradient:
 
 
 def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
-    """Return ``Op.algorithms`` of a fused op with these kernels."""
     return {"fused": kernels, "pipelined": (), "unfused": ()}
 
 
 class OpVariant(NamedTuple):
-    """A case of an op that tools time, tune and check like a separate op.
-
-    ``options``: keyword arguments of the op's eager call for this case.
-    """
+    """A case of an op, an eager call with ``options``, that tools time, tune and check like an op."""
 
     name: str
     options: Mapping[str, Any]
@@ -338,13 +322,11 @@ class Op:
     without : fields that this op does not have as arguments: they keep their defaults.
     start : called with a communicator and the arguments, and with ``out`` if the op has such a form.
     outputs : called with the arguments and the size of the group; makes the results, also as fake tensors.
-    reference : called with all ranks' arguments and the size of the group; returns all ranks' results, in
-        one process.
+    reference : called with all ranks' arguments and the size of the group; returns all ranks' results.
     communicates : the arguments whose gradients need communication in the backward: their names, by the
         words in error messages. Ranks must agree on them, except for plain collectives, whose engines
         accept only equal messages.
     several : whether it returns a list.
-    variants : its cases that tools list in addition.
     algorithms : the algorithms that a caller can choose, except "auto", each with the kernels that it
         launches. An op with algorithms has a target in ``verify`` and cases in ``check``.
     examples : by argument, how tests and tools make it, if ``EXAMPLES`` and the default do not suffice.
@@ -366,12 +348,10 @@ class Op:
     examples: Mapping[str, Example] = dataclasses.field(default_factory=dict)
 
     def without_example(self) -> list[str]:
-        """Return the arguments without an example."""
         known = {**self.defaults, **EXAMPLES, **self.examples}
         return [name for name in self.kinds if name not in known]
 
     def example(self, setting: Setting, **others: Any) -> dict[str, Any]:
-        """Return the example arguments of a rank by name; ``others`` replace examples."""
         defaults = {name: constant(value) for name, value in self.defaults.items()}
         makers, found = {**defaults, **EXAMPLES, **self.examples}, {}
         for name in self.kinds:
@@ -380,7 +360,6 @@ class Op:
         return found
 
     def example_records(self, setting: Setting, **others: Any) -> list[Any]:
-        """Return the records of all ranks' examples."""
         records = [self.example(each, **others) for each in setting.everyone()]
         return [self.record(list(each.values())) for each in records]
 
@@ -389,24 +368,20 @@ class Op:
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
-        """The schema types of the arguments, by name and in order."""
         kinds = kinds_of(self.arguments).items()
         return {name: kind for name, kind in kinds if kind and name not in self.without}
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
-        """The arguments that a caller may leave out, and their values, by name."""
         of_record = dataclasses.fields(self.arguments)
         return {e.name: e.default for e in of_record if e.default is not dataclasses.MISSING}
 
     @functools.cached_property
     def parameters(self) -> str:
-        """The arguments as a schema lists them, without the group."""
         return ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
 
     @property
     def returns(self) -> str:
-        """The type of the result in the schema."""
         return "Tensor[]" if self.several else "Tensor"
 
     @property
@@ -414,15 +389,12 @@ class Op:
         return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
 
     def record(self, record: Sequence[Any]) -> Any:
-        """Return the record of arguments in the order of the schema."""
         return self.arguments(**dict(zip(self.kinds, record, strict=True)))
 
     def begin(self, communicator: Communicator, record: Sequence[Any], **out: Tensor) -> Started:
-        """Start the op with arguments in the order of the schema."""
         return self.start(communicator, self.record(record), **out)
 
     def tensors_of(self, record: Any) -> list[Tensor]:
-        """Return the tensors of a record, in the order of the schema."""
         return tensors(map(vars(record).get, names_of_tensors(self.arguments)))
 
     def needs(self, record: Mapping[str, Any]) -> str:
@@ -436,13 +408,11 @@ class Op:
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save values for autograd. ``inputs`` are the arguments and the group."""
         assert self.gradient is not None
         *record, ctx.size, ctx.name = inputs
         self.gradient.save(ctx, self.record(record), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
-        """Return for autograd a gradient or None for each argument in order, and for the group."""
         assert self.gradient is not None
         found = self.gradient.backward(ctx, grad)
         assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"
@@ -451,7 +421,6 @@ class Op:
 
 @functools.cache
 def names_of_tensors(arguments: Any) -> list[str]:
-    """Return the fields of a record that are tensors, or lists of tensors."""
     return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]
 
 
@@ -465,7 +434,6 @@ class Output(NamedTuple):
 def start_form(
     form: Callable[..., Any], communicator: Communicator, record: Any, outputs: Sequence[Output]
 ) -> Started:
-    """Start the form of a record. It fills the outputs ``outputs``, which the caller gets as views."""
     work = form(communicator, record, [each.matrix for each in outputs], True)
     return Started([each.view for each in outputs], work)
 
@@ -477,13 +445,11 @@ def without_tensors(record: Any) -> Any:
 
 
 def requiring(record: Any) -> set[str]:
-    """Return the names of those fields of ``record`` that require a gradient."""
     named = vars(record).items()
     return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among ``values`` and the lists in it, in their order."""
     found = []
     for each in values:
         if isinstance(each, Tensor):

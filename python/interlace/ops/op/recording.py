@@ -1,18 +1,12 @@
 """Calls of ops that autograd records: the op is started or run first, then one node records it.
 
 The node is Python (:class:`_RecordedOp`), with the op's gradient by name. Nothing of the call is below
-torch's dispatcher, so an eager call runs like a call without a gradient. Simulated ranks share one stack of
-C++ frames; here they may wait for each other. Under a tracer, a mode, a transform or a subclass of tensors,
-calls of ops must be visible to it. Then they go through the dispatcher.
+torch's dispatcher. So simulated ranks, which share one stack of C++ frames, may wait for each other here.
 
-=========  =========================================  =================================================
-           through the dispatcher                     past it
-=========  =========================================  =================================================
-runs       in a kernel of ``torch.ops.interlace``     here, before it is recorded
-recorded   by ``torch.library.register_autograd``     by :class:`_RecordedOp`, with the same two functions
-backward   calls ops by :class:`Ops`                  the same, so it has a gradient itself
-seen by    compilers and modes                        nobody
-=========  =========================================  =================================================
+Under a tracer, a mode, a transform or a subclass of tensors, calls of ops must be visible to it, and go
+through the dispatcher. Then the op runs in a kernel of ``torch.ops.interlace``, and
+``torch.library.register_autograd`` records it with the same two functions. Both backwards call ops by
+:class:`Ops`, so they have gradients themselves.
 
 All ranks' tensors must require the same gradients. Ranks compare this when the op runs.
 """
@@ -66,10 +60,7 @@ class Ops:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call ``torch.ops.interlace.<name>(*args)``. The last two arguments are a group's size and name.
-
-    The group itself may replace the name.
-    """
+    """Call ``torch.ops.interlace.<name>(*args)``. Last are a group's size and its name, or the group."""
     *values, size, group = args
     op: Op = OPS[name]
     _check_types(op, values, size, group)
@@ -122,7 +113,6 @@ _TYPES: dict[str, tuple[str, Any]] = {
 
 
 def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
-    """Call the op through the dispatcher."""
     *values, size, group = args
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
@@ -148,7 +138,6 @@ def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
 
 @functools.cache
 def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
-    """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
         words, fits = _accepted_values(kind[:-1])
         return f"{words} or None", lambda value: value is None or fits(value)
@@ -199,15 +188,10 @@ def _is_parameter(kind: type) -> bool:
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
-    """Return False: nothing looks at the call."""
     return False
 
 
-# -- one node of autograd ----------------------------------------------------------------------------
-
-
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
-    """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
     if not any([type(each) is AsyncTensor for each in operands]):
@@ -219,7 +203,6 @@ def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
 def record(
     op: Op, communicator: Communicator, record: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``outputs``, the results of the op for the record ``record``, with their autograd history."""
     # new versions: later writes of the op must not count as changes of tensors that autograd saves
     outputs = [each.data for each in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
@@ -230,8 +213,6 @@ def record(
 
 
 class _RecordedOp(torch.autograd.Function):
-    """An autograd function of an op, its group, the record, the op's results and the record's tensors."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -276,9 +257,6 @@ def _places(record: Any) -> Iterator[tuple[str, int | None]]:
             for index, each in enumerate(value):
                 if each is not None:
                     yield name, index
-
-
-# -- eager calls -------------------------------------------------------------------------------------
 
 
 def _as_they_are(record: Any, results: Any) -> tuple[Any, Any]:
@@ -377,7 +355,6 @@ class ContinuedWork(Work):
         self._results: list[Any] = []
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """Return the complete result. Raise the op's error."""
         return self._results[0] if self._results else self._finish(self._work.wait(timeout))
 
     def _finish(self, result: Any) -> Any:

@@ -52,7 +52,6 @@ _library = _Library(NAMESPACE, "DEF")
 
 
 def register(op: Op) -> None:
-    """Define the op, its gradient, and its forms with ``out`` and in place. Idempotent."""
     if op.name in _registered:
         return
     _registered.add(op.name)
@@ -77,7 +76,6 @@ def register(op: Op) -> None:
 
 
 def register_group_size() -> None:
-    """Define the op with which a graph gets the size of a group."""
     _library.define("group_size(str group_name) -> SymInt", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
@@ -179,14 +177,8 @@ def _functional_form(name: str) -> Callable[..., Any]:
     return functional
 
 
-# -- lowerings for Inductor ------------------------------------------------------------------------
-
-
 def _register_lowering(op: Op) -> None:
-    """Register the op's lowering once Inductor is imported.
-
-    Fake kernels call this, as an op is traced before it is lowered.
-    """
+    """Register the op's lowering once Inductor is imported. An op is traced before it is lowered."""
     if op.name in _lowered or "torch._inductor.lowering" not in sys.modules:
         return
     lowering: Any = sys.modules["torch._inductor.lowering"]
@@ -261,8 +253,8 @@ def _wait_late(start: torch.fx.Node) -> None:
     """Move nodes that do not need the results of ``start`` before the waits for them.
 
     Inductor moves the computation of a value to its use (``reorder_for_locality``). Then the work between
-    start and wait would follow the wait. A node that is moved here comes later in a graph that is being
-    interpreted. No node passes a node that writes to memory, which might be an input of the op.
+    start and wait would follow the wait. No node passes a node that writes to memory, which might be an
+    input of the op.
     """
     from torch._inductor.virtualized import V
 
