@@ -73,6 +73,7 @@ def copied_back(
 
 
 def remember(communicator: Communicator, key: object, call: Call) -> Call:
+    """Keep ``call`` for the next equal call. Raise TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype):
             check_not_quantized(f"{call.op}: {term}", value)
@@ -226,6 +227,7 @@ def reduce_op(op: Any) -> tuple[str, Factor]:
 
 
 def one_node(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` works within one node and the group has several."""
     if algorithm not in ("auto", "unfused") and communicator.place.nodes is not None:
         raise ValueError(
             f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
@@ -335,6 +337,7 @@ def index(name: str, value: object, length: int) -> int:
 def matrix(
     name: str, value: object, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
+    """Return a weight ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
     weight = tensor(name, value, communicator)
     if weight.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")
@@ -387,6 +390,7 @@ def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
 def equal_on_all(
     op: str, name: str, values: Sequence[object], *, kind: type[Exception] = ValueError
 ) -> None:
+    """Raise unless all ranks' ``values`` are equal, with the same message on every rank."""
     for other, value in enumerate(values):
         if value != values[0]:
             raise kind(
@@ -413,6 +417,7 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
 def fused_dtype(
     algorithm: str, name: str, dtype: torch.dtype, instead: str = '"unfused" or "auto"'
 ) -> None:
+    """Raise TypeError if ``algorithm`` has a fused kernel, which cannot take ``dtype``."""
     if algorithm in ("fused", "low_latency") and dtype not in FUSED_DTYPES:
         raise TypeError(
             f'algorithm="{algorithm}" supports float32, float16 and bfloat16, {name} is {dtype}; use '

@@ -95,12 +95,14 @@ class _SumsKept(CustomGraphPass):
 
 @functools.cache
 def _sources() -> bytes:
+    """Return a hash of all code that decides about a graph: of the pass, and of the ops' lowerings."""
     here = Path(__file__).parent
     lowerings = here.parent / "ops" / "library.py"
     return get_hash_for_files((*map(str, sorted(here.glob("*.py"))), str(lowerings)))
 
 
 def code_of(graph: fx.Graph) -> str:
+    """Return the graph as Python, one op per line."""
     code = graph.python_code("self").src.strip()
     return "\n".join(line.split(";")[0].rstrip() for line in code.splitlines())
 

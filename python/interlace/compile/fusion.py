@@ -57,6 +57,7 @@ Times = tuple[float, float] | tuple[None, None]
 
 
 def why_not(policy: str, times: Times) -> str:
+    """Return why the fusion pass leaves a possible fusion with predicted ``times``; "" if it fuses."""
     if policy == "never":
         return 'policy is "never"'
     slower = policy == "auto" and times[0] is not None and times[1] >= times[0]
@@ -247,6 +248,7 @@ class Pattern:
 
 
 def check_options(policy: str, machine: object, patterns: Sequence[object]) -> None:
+    """Raise for options that the fusion pass does not accept."""
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not isinstance(machine, Machine | None):
@@ -331,6 +333,7 @@ Decision = tuple[Candidate, Callable[[], None], Collective | None]
 def _by_pattern(
     patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
 ) -> Decision | None:
+    """Decide by the first pattern that finds something; return None without one."""
     for pattern in patterns:
         found = pattern.find(collective)
         if found is None:
@@ -371,6 +374,7 @@ def _other(node: fx.Node) -> Candidate:
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
 ) -> Decision:
+    """Decide by the adjacent matmuls, and by the norm of the reduced tensor."""
     norm, notes = _norm_of(collective)
     times: Times = (None, None)
     products: list[GraphProduct] = []
@@ -406,6 +410,7 @@ def _nothing() -> None:
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
+    """Return the norm that reads the reduced tensor, or why it is left out."""
     if collective.kind == "all_gather" or collective.reduce_op not in ("sum", "avg"):
         return None, ()
     try:

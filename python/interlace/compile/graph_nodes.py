@@ -52,6 +52,7 @@ AnyGraph = fx.Graph | fx.GraphModule | torch.export.ExportedProgram
 
 
 def graph_of(program: AnyGraph) -> fx.Graph:
+    """Return the graph of a module or of an exported program. Raise TypeError for another type."""
     if isinstance(program, fx.Graph):
         return program
     if isinstance(program, fx.GraphModule | torch.export.ExportedProgram):
@@ -67,10 +68,12 @@ def is_call(node: object, *targets: object) -> bool:
 
 
 def arguments(node: fx.Node) -> Any:
+    """Return the arguments of the node's call, whose types only its target knows."""
     return node.args
 
 
 def value(node: fx.Node) -> Any:
+    """Return the fake tensor from the node's trace, or None if it is not a tensor."""
     example = node.meta.get("val")
     return example if isinstance(example, torch.Tensor) else None
 
@@ -206,6 +209,7 @@ def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def in_order(graph: fx.Graph) -> None:
+    """Move every node after its inputs, and keep the order otherwise."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -313,6 +317,7 @@ def named_call(node: fx.Node) -> NamedCall | None:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of the node's call as :func:`given_to` does."""
     return given_to(node.target, node.args, node.kwargs)
 
 

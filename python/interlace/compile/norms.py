@@ -91,6 +91,7 @@ class Quantisation(NamedTuple):
 
 
 def find(collective: Collective) -> GraphNorm | None:
+    """Return the norm of the reduced tensor, or None; raise Unfit if it cannot be fused."""
     reduced = collective.result
     while (user := only_user(reduced)) is not None and is_call(user, *RESHAPES):
         if not keeps_columns(user):
@@ -239,6 +240,7 @@ def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
 
 
 def _scaled_ends(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
+    """Yield ``x`` times the reciprocal square root of ``variance`` and an eps."""
     for added in variance.users:
         if not is_call(added, *ADDS) or not isinstance(added.args[1], float):
             continue

@@ -90,6 +90,7 @@ def _run(name: str, collective: Collective, **options: object) -> list[Any]:
 
 
 def _factors(product: GraphProduct) -> tuple[Any, ...]:
+    """Return the nodes of the weight, its scales, the scales of the whole product, and the bias."""
     scales = product.scales
     of_weight = (None, ()) if scales is None else (scales.right, scales.whole)
     return product.right, *of_weight, product.bias

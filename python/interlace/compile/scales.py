@@ -185,6 +185,7 @@ def _as_list(scales: Any) -> list[Any]:
 
 
 def _number(recipe: Any) -> int:
+    """Return the first number of a list of enums or ints, or a single one; 0 if there is no number."""
     first = next(iter(_as_list(recipe)), None) or 0
     return int(getattr(first, "value", first))
 

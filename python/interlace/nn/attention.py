@@ -247,6 +247,7 @@ class UlyssesAttention(OnGroup):
     def _beside(
         self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, options: dict[str, Any]
     ) -> Tensor:
+        """Project this rank's tokens, and exchange heads in the attention."""
         q, k, v = (
             each(input).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v)
         )

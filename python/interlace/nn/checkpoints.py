@@ -198,6 +198,7 @@ def _copies(
     state_dict: Mapping[str, object],
     by_key: Mapping[str, Sharding],
 ) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
+    """Return each state, the entry to copy into it, and its sharding if it is split over a group."""
     result = []
     for key, name, parameter, value in _entries(module, optimizer):
         entry = f"{key}.{name}"
@@ -222,6 +223,7 @@ def _copies(
 def _entries(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield the parameter's key, the name of one of its states, the parameter, and the state."""
     names = {parameter: key for key, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

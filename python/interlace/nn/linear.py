@@ -57,6 +57,8 @@ class LinearOptions:
 
 
 class LinearArguments(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers."""
+
     group: Group
     sequence_parallel: bool
     batch_first: bool
@@ -176,6 +178,7 @@ class LinearParameters(ShardedModule):
 
     @property
     def _factor(self) -> Any:
+        """Return the weight for the functions: the parameter, or the scaled weight that was loaded."""
         return unpacked_rows(self.weight, *self._loaded) if self._loaded else self.weight
 
     def extra_repr(self) -> str:
@@ -213,6 +216,7 @@ def check_features(
 def gathering_linear(
     layer: Any, input: Tensor, weights: list[Any], biases: list[Any], names: Sequence[str]
 ) -> list[Tensor]:
+    """Call :func:`column_parallel_linear` with the options of ``layer``."""
     return column_parallel_linear(
         input,
         weights,

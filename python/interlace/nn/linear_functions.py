@@ -342,6 +342,7 @@ class Layer:
 
     @staticmethod
     def of(communicator: Communicator, dim: int, *, sharded: bool, **options: Any) -> Layer:
+        """Return the layer on these ranks, of which there may be one."""
         if communicator.world_size == 1:
             return Layer(None, 0, False, **options)
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
@@ -375,6 +376,7 @@ def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
 
 
 def casts(input: Tensor) -> bool:
+    """Return whether autocast casts the operands of a linear function; as in torch, never float64."""
     return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
 
 
@@ -412,6 +414,7 @@ def _finish(result: Started | Tensor) -> list[Tensor]:
 
 
 def _deferral_of(layer: Layer) -> DeferredWeightGradients | None:
+    """Return the object where this backward leaves the weights' gradients, or None."""
     return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
 
 
@@ -435,6 +438,8 @@ def _of_weights(
 
 
 class ColumnParallelLinearFunction(torch.autograd.Function):
+    """An autograd function of the layer, the number of weights, the input, the weights and the biases."""
+
     @staticmethod
     @on_all_ranks("column_parallel_linear")
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
@@ -511,6 +516,8 @@ def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
+    """An autograd function of the layer, the input, the weight and the bias."""
+
     @staticmethod
     @on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
@@ -648,6 +655,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor | None:
 def weight_gradient(
     weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool, format: str = ""
 ) -> Tensor | None:
+    """Return backward's gradient for ``weight``; ``fused``: add it to ``main_grad`` now."""
     if fused:
         add_to_main_grad(weight, grad, input, format)
         return gradient_placeholder(weight)

@@ -64,6 +64,8 @@ def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 class _Region(torch.autograd.Function):
+    """A function with the collective ``there`` in forward and ``back`` in backward."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, dim: int, group: Communicator, forth: _Move, back: _Move

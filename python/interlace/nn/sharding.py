@@ -54,6 +54,8 @@ class HeldGroup:
 
 
 class OnGroup(torch.nn.Module):
+    """A module that communicates over ``group``, which several modules may share."""
+
     def __init__(self, group: Group | HeldGroup) -> None:
         super().__init__()
         self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
@@ -199,6 +201,7 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
 
 
 def positive(**sizes: object) -> None:
+    """Raise TypeError or ValueError for the first of ``sizes`` (by argument) that is not a positive int."""
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
@@ -256,6 +259,7 @@ class ShardedModule(OnGroup):
         self._attach()
 
     def _attach(self) -> None:
+        """Attach shardings again to parameters that torch has replaced."""
         for name, sharding in self._shardings.items():
             parameter: Any = self._parameters.get(name)
             if parameter is not None:
@@ -404,11 +408,13 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
+    """Return whether two DTensors have their parts on the same ranks."""
     alike = one.shape == other.shape and one.device_mesh == other.device_mesh
     return alike and tuple(one.placements) == tuple(other.placements)
 
 
 def _split_as(parameter: Any, value: torch.Tensor) -> Any:
+    """Return ``value``, which all ranks of the parameter's own mesh have, as a DTensor like it."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -119,6 +119,7 @@ class VocabParallelEmbedding(ShardedModule):
                 )
 
     def _found(self, input: Tensor) -> Tensor:
+        """Look up the rows that this rank has; the others are zeros."""
         first, count = self._shardings["weight"].part()
         if not count:  # keep this rank in the graph like the others
             return self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
@@ -193,6 +194,7 @@ def vocab_parallel_cross_entropy(
 def _check_classes(
     logits: Any, target: Any, vocab_size: Any, ignore_index: int, communicator: Communicator
 ) -> tuple[int, int]:
+    """Return the number of classes on all ranks, and this rank's first class."""
     rank, size = communicator.rank, communicator.world_size
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):

@@ -79,6 +79,7 @@ class CutTensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.communicator.place.device)
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' blocks of ``whole``; an empty tensor for a rank without a block."""
         return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
@@ -162,6 +163,7 @@ def _sharding(placements: Placements, dim: int) -> list[int]:
 
 
 def checked_placements(placements: object, mesh_ndim: int) -> Placements:
+    """Return one placement per mesh dim; raise ValueError or TypeError otherwise."""
     listed = [placements] if isinstance(placements, Placement) else placements
     if not isinstance(listed, (list, tuple)) or len(listed) != mesh_ndim:
         raise ValueError(

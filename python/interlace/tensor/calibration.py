@@ -66,6 +66,7 @@ class CalibrationRequest:
 
     @property
     def cases(self) -> list[Key]:
+        """Return the cases in the order of measurement, which is equal on all ranks."""
         sizes = (*self.small, *self.large)
         dims = [dim for dim, ranks in enumerate(self.mesh) if ranks > 1]
         return list(itertools.product(dims, calibration.OPS, sizes))
@@ -131,6 +132,7 @@ def _time(call: Callable[[], None], calls: int, ops: Any, device: torch.device) 
 
 
 def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
+    """Return the median time of each case over its calls; the slowest rank gives the time of a call."""
     return {
         key: statistics.median(
             max(calls) for calls in zip(*(each[key] for each in by_rank), strict=True)
@@ -184,6 +186,7 @@ def _took(one: int, other: int, times: Mapping[int, float]) -> str:
 
 
 def _refuse_outliers(found: Mapping[Key, float]) -> None:
+    """Raise NoisyTimesError if an op took much longer than others of its dimension and size."""
     for (dim, op, size), took in found.items():
         usual = statistics.median(found[dim, other, size] for other in calibration.OPS)
         if took > OUTLIER * usual:

@@ -163,6 +163,7 @@ def _figures(name: str, value: Any, otherwise: list[float]) -> list[float]:
 
 
 def _backend(mesh: DeviceMesh) -> str:
+    """Return the backend of the collectives of ``mesh``: a backend of torch, or interlace's own."""
     if not dist.is_initialized():
         return calibration.OWN
     try:

@@ -90,6 +90,7 @@ def source_tensor(tensor: object, root: int, communicator: Communicator) -> torc
 
 
 def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tensor:
+    """Return ``tensor`` if an op can read it; raise an error otherwise."""
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
@@ -168,6 +169,7 @@ def _check_parts(parts: list[TensorFacts]) -> None:
 
 
 def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError unless the ``shapes`` of all ranks are equal except for lengths along ``dim``."""
     first = shapes[0]
     for rank, shape in enumerate(shapes):
         same_rest = (*shape[:dim], *shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])

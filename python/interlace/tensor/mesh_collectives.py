@@ -535,6 +535,7 @@ def _reduce(
     like: torch.Tensor,
     accumulate: str | None,
 ) -> torch.Tensor:
+    """Return the sum over ranks of their ``parts[own rank]``, in rank order."""
     if blocks.wide(like.dtype) == blocks.wide(like.dtype, accumulate):
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
         rootless._reduce_scatter(communicator, (out, parts))

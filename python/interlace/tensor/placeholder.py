@@ -149,6 +149,7 @@ def _without_gradient(value: object) -> Any:
 
 
 def _infer(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
+    """Return the result of ``func``, as far as it can be inferred without data."""
     name = func._schema.name.partition("::")[2]
     placeholders = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
     first = placeholders[0]

@@ -104,6 +104,7 @@ class TorchBlocks:
         return key
 
     def _groups(self, key: Tensor) -> Tensor:
+        """Repeat keys for every head of queries, unless heads form equal groups."""
         heads, key_heads = self._heads, key.shape[1]
         problem = self._problem
         if heads == key_heads * problem.per_key and not problem.first_head:
@@ -402,12 +403,14 @@ class KernelBlocks:
         self._problem.communicator.compute.launch(launch)
 
     def _keys(self, packed: Tensor, source: int | None) -> tuple[dict[str, object], int]:
+        """Return arguments, and how many parts there are."""
         count = len(self.sources)
         part = (count, count) if source is None else (self.sources.index(source), 1)
         parts = TablePart(self._parts, *part)
         return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
     def attend(self, source: int | None, packed: Tensor) -> None:
+        """Compute the partial result over the keys of ``source``, or of each source if None."""
         keys, count = self._keys(packed, source)
         if not self.query_tiles * count:
             return
@@ -452,6 +455,7 @@ class KernelBlocks:
         self._of_query = self._partials(self.tiles.HEAD_DIM)
 
     def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
+        """Compute a partial gradient of the query, and ``contribution``, fp32, to ``source``'s keys."""
         keys, count = self._keys(packed, source)
         arguments = {
             **keys,
@@ -478,6 +482,7 @@ class KernelBlocks:
             self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 
     def query_gradient(self, output: Tensor) -> None:
+        """Sum the partial gradients into ``output``, in the order of the ranks."""
         parts, scale = self._of_query.ptr[: len(self.sources)], self._problem.scale
 
         def add_up() -> None:
@@ -517,6 +522,7 @@ def differentiate_all(
     of_query: Tensor,
     of_keys: Tensor,
 ) -> None:
+    """Compute gradients of queries and of all ``packed`` in ``of_query``, ``of_keys``, fp32 or wider."""
     blocks.begin_backward(result)
     parts = torch.split(of_keys, list(problem.shards.lengths))
     for source in set(range(len(parts))) - set(problem.sources()):
@@ -526,6 +532,7 @@ def differentiate_all(
 
 
 def _gather_keys(problem: AttentionProblem) -> Tensor:
+    """Gather all ranks' packed keys, in rank order, with the plain collective."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = problem.packed()
     if problem.shards.world_size == 1:
@@ -547,6 +554,7 @@ def attention_to_all(
     *,
     gather: bool,
 ) -> Event:
+    """Attend to keys that are all here, or that a plain collective must ``gather``."""
     packed = _gather_keys(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
     problem.after_the_caller()

@@ -110,6 +110,7 @@ class CheckedAttention(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The size of the largest heads, of keys or of values."""
         return max(self.query.shape[3], self.value.shape[3])
 
 
@@ -119,6 +120,7 @@ def tokens_first(tensor: Tensor, layout: str) -> Tensor:
 
 
 def checked_options(options: AttentionOptions) -> tuple[str, str, str, AttentionMask]:
+    """Check the options, whatever the tensors, and return layout, method, algorithm and mask."""
     layout = checks.one_of("layout", options.layout, LAYOUTS)
     checks.one_of("balance", options.balance, BALANCES)
     method = options.method
@@ -153,6 +155,7 @@ def check(
 def fitting(
     record: AttentionArguments | AttentionBackwardArguments, world_size: int
 ) -> CheckedAttention:
+    """Return the arguments if they fit together; their tensors are on the right device."""
     layout, method, algorithm, mask = checked_options(record)
     query, key, value = record.query, record.key, record.value
     for name, each in (("q", query), ("k", key), ("v", value)):
@@ -284,6 +287,7 @@ def _shards(
 def _chosen(
     problem: AttentionProblem, call: CheckedAttention, *, backward: bool = False
 ) -> tuple[str, str, Configuration | None]:
+    """Return method, algorithm, and the launch configuration of kernels, from facts that ranks share."""
     place, shards = problem.communicator.place, problem.shards
     size, dtype = call.size, call.query.dtype
     algorithm = call.algorithm
@@ -344,6 +348,7 @@ def _faster(
 def prepare(
     communicator: Communicator, record: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
+    """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -375,6 +380,7 @@ attention = internal_form(FORWARD, prepare)
 def prepared_backward(
     communicator: Communicator, record: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
+    """Check the arguments on this rank; ``grads``, of query, key and value, get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -485,6 +491,7 @@ class _Sequence(NamedTuple):
         return _heads_first([tokens_first(getattr(e, name), e.layout) for e in self.ranks])
 
     def give(self, number: int, whole: Tensor) -> None:
+        """Copy each rank's tokens of ``whole`` to its result ``number``."""
         rows = whole.permute(2, 0, 1, 3)
         to = [
             tokens_first(result[number], each.layout)

@@ -87,9 +87,11 @@ class DecodeProblem:
 
     @property
     def most(self) -> int:
+        """The most keys that a sequence may have on this rank."""
         return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
     def row_lengths(self) -> Tensor:
+        """Return ``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
@@ -122,6 +124,7 @@ class DecodeProblem:
         return together.flatten(2, 3)
 
     def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return to ``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]``."""
         (batches, tokens, heads, _), size = self.query.shape, output.shape[-1]
         shape = batches, self.key_heads, tokens, heads // self.key_heads
         output = output.view(*shape, size).permute(0, 2, 1, 3, 4)
@@ -246,6 +249,7 @@ def _gather(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
 
 
 def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event:
+    """Decode with torch, and gather the partial results."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
     results = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
@@ -278,6 +282,7 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
 
 
 def prepared_decode(communicator: Communicator, record: DecodeArguments) -> PreparedCall:
+    """Check the arguments on this rank. The results are the output and the logarithms of the sums."""
     algorithm = checks.one_of("algorithm", record.algorithm, ALGORITHMS)
     query = checks.tensor("q", record.q, communicator)
     checks.float_dtype("q", query.dtype)
@@ -429,6 +434,7 @@ def _outputs(record: DecodeArguments, size: Any) -> list[Tensor]:
 
 
 def _start(communicator: Communicator, record: DecodeArguments) -> Started:
+    """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
     results: Any = decode(communicator, (record,))
     return Started([each.contiguous() for each in results], None)
 

@@ -253,6 +253,7 @@ def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:
+    """Refuse, on all ranks of ``group``, the :class:`AttentionOptions` that no call accepts."""
     with group.accepting(layer):
         checked_options(AttentionOptions(*options))
 

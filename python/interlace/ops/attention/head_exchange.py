@@ -81,6 +81,7 @@ HeadArguments = ToHeadsArguments | FromHeadsArguments
 
 
 def check(communicator: Communicator, record: HeadArguments) -> HeadArguments:
+    """Return the arguments if they fit together on this rank."""
     size, length = communicator.world_size, record.length
     input = checks.tensor("input", record.input, communicator)
     algorithm, _ = checks.algorithm_and_dtype(input, record)
@@ -115,6 +116,7 @@ def prepare(
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
+    """Prepare either op. ``output``, and ``received`` if there is one, get the results."""
     call = check(communicator, record)
 
     def start() -> Outcome:
@@ -157,6 +159,7 @@ def _launch(
     output: Tensor,
     received: Tensor | None,
 ) -> Event | None:
+    """Choose the algorithm, from facts that ranks share, and start it."""
     place, input = communicator.place, rows_of(call.input, 0)
     each, inner = math.prod(call.input.shape[1:-1]), call.input.shape[-1]
     rows, columns = [length * each for length in lengths], output.shape[-1]
@@ -197,6 +200,8 @@ def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
 
 @dataclass(frozen=True)
 class HeadExchangeCall:
+    """One call of either op; see the module."""
+
     communicator: Communicator
     input: Tensor
     linear: Linear
@@ -206,6 +211,7 @@ class HeadExchangeCall:
     def by_engine(
         self, op: str, columns: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
+        """Run the plain collective, ordered with the compute stream before and after."""
         communicator = self.communicator
         dtype = outputs[0].dtype
         # an engine waits for the work that the caller has issued
@@ -249,6 +255,7 @@ class ToHeads(HeadExchangeCall):
         return enqueue_kernel(communicator, TO_HEADS, layout, *launch)
 
     def pipelined(self) -> Event:
+        """Run a torch matmul per receiver, directly into its workspace."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         rank, world_size = communicator.rank, communicator.world_size
         shape, dtype = linear.output.shape, linear.output.dtype
@@ -296,6 +303,7 @@ class ToHeads(HeadExchangeCall):
 
 class FromHeads(HeadExchangeCall):
     def fused(self, configuration: Configuration) -> Event:
+        """Run the kernel; its first programs send, or the copy engine does."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -332,6 +340,7 @@ class FromHeads(HeadExchangeCall):
         return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, received: Tensor, arrived: Tensor) -> None:
+        """Copy the rows from each rank, and the own rows, for the caller."""
         communicator, input, rows = self.communicator, self.input, self.rows
         rank, first = communicator.rank, sum(rows[: communicator.rank])
         for source in range(communicator.world_size):
@@ -340,6 +349,7 @@ class FromHeads(HeadExchangeCall):
             communicator.compute.copy(received[source], part, f"received from rank {source}")
 
     def pipelined(self) -> Event:
+        """Push rows to their columns of the owner's matrix; run one torch matmul per chunk."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -396,6 +406,7 @@ def _parts(record: HeadArguments) -> Any:
 
 
 def _save_needs(ctx: Any, record: HeadArguments) -> None:
+    """Save which gradients are needed, and how the other op is called for them."""
     ctx.algorithm = record.algorithm
     ctx.shared, ctx.weighed = record.input.requires_grad, record.weight.requires_grad
     ctx.biased = record.bias is not None and record.bias.requires_grad
@@ -441,6 +452,7 @@ def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
 
 
 def from_heads_outputs(record: FromHeadsArguments, size: Any) -> list[Tensor]:
+    """Allocate the output and, if requested, the rows from each rank, ``[ranks, own rows, k]``."""
     between, input = _parts(record), record.input
     rows = input.shape[0] // size if record.length is None else record.length
     tensors = [input.new_empty([rows, *between, record.weight.shape[1]])]
@@ -496,6 +508,7 @@ def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
 
 
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
+    """Return every rank's product, cut into the columns of each receiver."""
     outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
     shapes.own_length(ranks[0].weight.shape[1], size, "dimension 1 of weight")
     wholes = [len(each) for each in outputs]
@@ -511,6 +524,7 @@ def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[li
 
 
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:
+    """Multiply the ranks' parts, side by side, by the weight."""
     outputs, biases = [from_heads_outputs(each, size) for each in ranks], _alike(ranks)
     own_lengths = [len(each[0]) for each in outputs]
     wholes = [len(each.input) for each in ranks]

@@ -143,6 +143,7 @@ class StagedSums:
             self._problem.communicator.compute.publish(workspace, source, self._slots + rank)
 
     def total(self, workspace: Workspace) -> Tensor:
+        """Return the gradients of the own keys, packed."""
         problem, compute = self._problem, self._problem.communicator.compute
         rank = problem.rank
         makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])
@@ -290,6 +291,7 @@ def all_gather_attention_fused(
     lines = [line for line in all_lines if line[0] in readers]
 
     def slots_of(source: int) -> tuple[int, int]:
+        """Return the first slot of the chunks of ``source``, and how many there are."""
         first = formulas.chunk_slots(lengths[:source], size)
         return first, formulas.ceil_div(lengths[source], size)
 

@@ -107,6 +107,7 @@ class TokenShards:
         return False
 
     def sources(self, rank: int, mask: AttentionMask) -> list[int]:
+        """Return the ranks whose keys ``rank`` needs, in rank order."""
         return [s for s in range(self.world_size) if self.sees(rank, s, mask)]
 
     def spans(
@@ -202,6 +203,7 @@ class AttentionProblem:
         return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
+        """Pack keys and values of this rank, as they travel."""
         rows = self.key.new_empty(self.key.shape[0], self.row_elements)
         for to, each in zip(self.keys_and_values(rows), (self.key, self.value), strict=True):
             to.copy_(each)
@@ -225,12 +227,16 @@ class AttentionProblem:
         return key.view(len(packed), *shapes[0]), value.view(len(packed), *shapes[1])
 
     def sources(self) -> list[int]:
+        """Return the ranks whose keys are seen, in rank order."""
         return sorted({s for rank in self.whose for s in self.shards.sources(rank, self.mask)})
 
     def after_the_caller(self) -> None:
+        """Make the compute stream wait for the work that the caller has issued until now."""
         self.communicator.compute.wait_event(self.communicator.place.record_current())
 
     def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """Copy packed sums to ``grads`` of keys and of values, on the compute stream."""
+
         def copy() -> None:
             for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
                 grad.copy_(part)
@@ -238,10 +244,12 @@ class AttentionProblem:
         self.communicator.compute.call(copy, "gradients of the own keys")
 
     def empty_total(self) -> torch.Tensor:
+        """Return an empty tensor for the packed gradients of this rank's keys."""
         shape = self.shards.lengths[self.rank], self.row_elements
         return self.key.new_empty(shape, dtype=self.wide)
 
     def spans(self) -> torch.Tensor:
+        """Return the range of keys that each query sees."""
         rank = self.whose
         if self.documents is not None:
             return self.shards.spans(rank, self.mask, self.documents)
@@ -269,6 +277,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_argument(tensor: torch.Tensor) -> Queries:
+    """Return ``[tokens, batches, heads, size]`` as an argument of a kernel."""
     return Queries(tensor, *tensor.stride()[:3])
 
 
@@ -292,6 +301,7 @@ def attention_tiles(
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
@@ -371,6 +381,7 @@ class AttentionReference:
         return self.lse, error + unit
 
     def gradients(self, grad: Tensor) -> tuple[Bounded, Bounded, Bounded]:
+        """Return the gradients of query, key and value, for ``grad`` of the output."""
         grad = grad.double()
         size = grad.shape[-1]
         of_value = self.weight.mT @ grad

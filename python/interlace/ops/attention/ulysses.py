@@ -92,6 +92,7 @@ PieceParts = Sequence[Tensor]
 
 
 def tokens_first(sums: Tensor) -> Tensor:
+    """Convert ``[batches, heads, tokens]`` to the layout in which it travels."""
     return sums.permute(2, 0, 1).unsqueeze(-1)
 
 
@@ -117,6 +118,8 @@ class ByPushes:
         self._begins = [0, *accumulate(lengths)]
 
     def exchange(self, step: Callable[[], None]) -> Event:
+        """Run ``step``, in which heads go to ranks and back."""
+
         def body(workspace: Workspace) -> None:
             self._workspace = workspace
             step()
@@ -222,6 +225,8 @@ class ByEngine:
 
 
 class HeadProblem:
+    """This rank's heads of ``problem``, and the pieces that are exchanged for them."""
+
     def __init__(self, problem: AttentionProblem, configuration: Configuration | None) -> None:
         self.problem, rank = problem, problem.rank
         world, query = problem.shards.world_size, problem.query
@@ -312,6 +317,7 @@ def exchanged_backward(
 
 
 def _add_gradients(on_heads: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
+    """Add up the gradients of the own keys, which have arrived for each head, in rank order."""
     heads, problem = on_heads.heads, on_heads.problem
     total = problem.empty_total()
 

@@ -333,6 +333,7 @@ def reduce_scatter_kernel(
     *,
     average: bool,
 ) -> Event:
+    """Reduce and scatter one flat ``input``, cut into ``lengths``, as :func:`reduce_scatter_copy` does."""
     segments = formulas.segments_of(lengths)
     arguments = {
         "input_ptr": input,
@@ -429,6 +430,7 @@ class BySwitch:
 
     @property
     def _block(self) -> int:
+        """Elements of a block: at least a vector of any dtype."""
         return max(VECTOR_BYTES, self.configuration.block_elements)
 
     def _run(
@@ -485,6 +487,7 @@ class BySwitch:
     def reduce_scatter(
         self, input: torch.Tensor, output: torch.Tensor, lengths: Sequence[int]
     ) -> Event:
+        """``output`` = the sum over ranks of the own part of ``input``, whose parts have ``lengths``."""
         block, item, world_size = self._block, input.element_size(), self.communicator.world_size
         table, blocks = self._parts(lengths, input.dtype)
         layout = Layout(world_size * blocks, blocks * block * item, pulled=True)
@@ -550,6 +553,7 @@ def why_not(nbytes: int, *, equal: bool = True) -> str:
 
 
 def why_no_rows(rows: torch.Tensor, *, scattered: bool = False) -> str:
+    """Why ``rows``, which are normed, cannot go this way; empty if they can."""
     if scattered:
         return "every rank has all rows in the end; use all_reduce_norm"
     *lengths, columns = rows.shape

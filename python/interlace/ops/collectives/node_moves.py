@@ -65,6 +65,7 @@ class Partners:
         programs: int,
         configuration: Configuration,
     ) -> None:
+        """Start the moves of ``input``, a matrix or flat, on the copy stream."""
         stream, flat = self._communicator.copying, input.dim() == 1
         columns = configuration.block_elements if flat else configuration.copy_columns
         if moves.count:

@@ -49,6 +49,7 @@ def _unpickle(data: bytes | torch.Tensor) -> Any:
 def _gather_data(
     communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
 ) -> list[bytes | torch.Tensor]:
+    """Return every rank's ``data``, by rank; if ``root`` is passed, only there."""
     here = root in (None, communicator.rank)
     call = Call(name, terms, part=data if len(data) <= SMALL else len(data))
     found: list[bytes | torch.Tensor] = []

@@ -101,6 +101,7 @@ def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
 
 
 def _save(ctx: Any, record: Any, output: Tensor) -> None:
+    """Save the arguments, without the tensors unless the reduction's gradient needs them."""
     tensors, reduce_op = [], getattr(record, "reduce_op", "")
     if type(record) in (AllReduceArguments, ReduceScatterArguments):
         tensors += [record.input] if reduce_op in ("max", "min", "product") else []
@@ -261,6 +262,7 @@ class ReduceArguments(AllReduceArguments):
     dst: int
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Reduce to ``dst``; other ranks get zeros."""
         if group.rank == self.dst:
             with group.accepting("reduce"):
                 reduced = output.copy_(self.input)
@@ -334,6 +336,7 @@ class GatherArguments:
         return shapes.gathered_tensor(self.input, self.gather_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Gather along ``gather_dim`` on ``dst``; other ranks get zeros of the same shape."""
         parts = None
         if group.rank == self.dst:
             parts = list(output.tensor_split(group.world_size, self.gather_dim))
@@ -365,6 +368,7 @@ class ScatterArguments:
         return shapes.scattered_tensor(self.input, self.scatter_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Fill with this rank's slice of ``src``'s input along ``scatter_dim``; other inputs are unused."""
         parts = None
         if group.rank == self.src:
             parts = list(self.input.tensor_split(group.world_size, self.scatter_dim))
@@ -485,6 +489,7 @@ class PermuteArguments:
         return shapes.like(self.input)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Send rank r's input to rank ``src_dst[r]``."""
         size, rank, input = group.world_size, group.rank, self.input
         sent, received = [0] * size, [0] * size
         sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = 1

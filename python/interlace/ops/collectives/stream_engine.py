@@ -89,6 +89,7 @@ def check_algorithm(
 
 
 def check_nodes(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` cannot reach all ranks."""
     nodes = communicator.place.nodes
     if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
         raise ValueError(
@@ -109,6 +110,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class StreamEngine(Engine):
+    """The collectives of ``communicator``, on its streams and workspaces."""
+
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self.rank = communicator.rank
@@ -334,6 +337,8 @@ def _reduce_by_kernel(
 
 
 class HierarchicalEngine(StreamEngine):
+    """The collectives of ``communicator``, whose place has nodes."""
+
     def _verify(self, call: Call) -> None:
         super()._verify(call)
         name_algorithm("hierarchical")
@@ -434,6 +439,7 @@ class HierarchicalEngine(StreamEngine):
 
 
 def on_streams(communicator: Communicator) -> Engine:
+    """The engine of a group whose ranks work on streams: on one node, or on several."""
     nodes = communicator.place.nodes
     return (StreamEngine if nodes is None else HierarchicalEngine)(communicator)
 
@@ -442,6 +448,7 @@ ENGINES["streams"] = on_streams
 
 
 def serving(communicator: Communicator, algorithm: str) -> Engine:
+    """The engine that runs a call whose term "algorithm" is ``algorithm``."""
     engine = communicator.engine
     if algorithm == "auto" or isinstance(engine, StreamEngine):
         return engine

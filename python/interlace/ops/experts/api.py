@@ -595,6 +595,7 @@ def _grouped_combine(
 def _run_grouped(
     run: Callable[..., Any], group: Group, record: GroupedArguments, async_op: bool
 ) -> Any:
+    """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
     communicator = resolve(group)
     if isinstance(record.input, Scaled) or isinstance(record.weight, Scaled):
         call: Any = run, communicator, record.op, record, async_op

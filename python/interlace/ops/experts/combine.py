@@ -123,6 +123,7 @@ class Home:
         communicator.compute.call(sums, "sums by slot")
 
     def keep(self, communicator: Communicator, workspace: Workspace) -> None:
+        """Copy the rows that a kernel has waited for."""
         if self.kept is not None and self.kept.numel():
             home = workspace.data(communicator.rank, 0, self.kept.shape, self.kept.dtype)
             communicator.compute.copy(self.kept, home, "rows at home")
@@ -130,11 +131,14 @@ class Home:
 
 @dataclass(frozen=True)
 class Combine:
+    """One call: ``rows`` ``[R, N]`` in the order of the dispatch."""
+
     communicator: Communicator
     rows: Tensor
     home: Home
 
     def fused(self, segments: Tensor, bounds: Bounds, configuration: Configuration) -> Event:
+        """Run the kernel. ``segments``: the dispatch's table."""
         communicator = self.communicator
         experts, world_size, _ = segments.shape
         (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
@@ -247,6 +251,7 @@ def _prepare(
 def checked_segments(
     communicator: Communicator, segments: Tensor, routing: Routing, name: str, rows: Tensor
 ) -> Tensor:
+    """Return a handle's segments, if the argument ``name`` with these ``rows`` fits its dispatch."""
     segments = checks.tensor("handle.segments", segments, communicator)
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(segments.shape) != expected:
@@ -295,6 +300,8 @@ def _with_counts(
     algorithm: str,
     routing: Routing,
 ) -> PreparedCall:
+    """Run with torch; the host knows all ranks' counts."""
+
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
         shape = assignment.topk_idx.shape
@@ -361,6 +368,7 @@ def save(ctx: Any, record: CombineArguments, output: Sequence[Tensor]) -> None:
 def home_rows(
     op: str, needed: set[str], return_rows: bool, output: Sequence[Tensor]
 ) -> Tensor | None:
+    """Return the home rows of an op, to be saved, if gradients of ``topk_weights`` are needed."""
     if "topk_weights" not in needed:
         return None
     if not return_rows:

@@ -164,6 +164,7 @@ class CountedMatmul:
 
 
 def checked_bound(value: Any, call: GroupedArguments) -> int:
+    """Return ``num_max_rows_per_rank``, if it is valid together with the rest of ``call``."""
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
         raise ValueError(f"num_max_rows_per_rank must be positive, got {bound}")
@@ -179,6 +180,7 @@ def checked_bound(value: Any, call: GroupedArguments) -> int:
 def _prepare(
     communicator: Communicator, record: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = checked_tensors(communicator, record)
     splits = checked_splits(communicator, call)
     world_size, (experts, inner, columns) = communicator.world_size, call.weight.shape
@@ -226,6 +228,7 @@ def check_numbers(splits: Tensor, rows: int) -> None:
 
 
 def with_counts(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
+    """Return ``record``, checked on this rank, with splits that the host has read."""
     call = checked_tensors(communicator, record)
     return _counted(record, checked_splits(communicator, call).tolist())
 
@@ -267,6 +270,7 @@ def _with_counts(
     segments: Tensor,
     algorithm: str,
 ) -> PreparedCall:
+    """Run with torch; the host reads counts, and ranks exchange them."""
     call = check(communicator, _counted(record, splits.tolist()))
 
     def start() -> Outcome:
@@ -286,6 +290,7 @@ def segments_of(routes: Routes) -> Tensor:
 
 
 def pad_results(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
+    """Return the op's results, from an ``output`` of the exact length."""
     rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
 

@@ -372,6 +372,8 @@ def _on_device(
     record: bool,
     routing: Routing,
 ) -> PreparedCall:
+    """Run the kernels; counts stay on the device. ``record``: the caller allocated ``tensors``."""
+
     def start() -> Outcome:
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
@@ -426,6 +428,7 @@ dispatch_rows = composed_form(DISPATCH, _prepare)
 
 
 def received_of(tensors: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
+    """Return the list of :func:`results`, by name."""
     rows, *rest, segments = tensors
     scales = rest.pop(0) if scaled else None
     return Received(rows, scales, rest[0] if weighted else None, segments)
@@ -470,6 +473,7 @@ def _by_expert(rows: Tensor, experts: int) -> Tensor:
 
 
 def values_and_scales(x: Any) -> tuple[Any, Any]:
+    """Return values and scales from a dispatch's argument: a tensor, or a pair."""
     if not isinstance(x, (tuple, list)):
         return x, None
     if len(x) != 2:

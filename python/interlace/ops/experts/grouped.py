@@ -115,6 +115,7 @@ class Routes:
         return self.segments(self.rank)
 
     def splits(self) -> list[list[int]]:
+        """Return rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
     # -- for the kernel ------------------------------------------------------------------------
@@ -202,6 +203,7 @@ FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
 def results_of(record: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
+    """Allocate the output and, if requested, the rows that were multiplied."""
     new, dtype = record.input.new_empty, checks.output_dtype(record.out_dtype, record.input)
     output = new(rows, record.weight.shape[2], dtype=dtype)
     return output, new(rows, record.input.shape[1]) if record.return_received else None
@@ -215,6 +217,7 @@ def start_matmul(
     output: Tensor,
     received: Tensor | None,
 ) -> Event:
+    """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
     input, format = call.input, OPERAND_FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
@@ -247,6 +250,7 @@ def start_matmul(
 
 
 def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
+    """Check the fields of ``record`` of all grouped matmuls: factors, the algorithm, the dtype."""
     input = checks.tensor("input", record.input, communicator)
     algorithm, dtype = checks.algorithm_and_dtype(input, record)
     if input.dim() != 2:
@@ -272,6 +276,7 @@ def checked_operands(communicator: Communicator, record: Any) -> dict[str, Any]:
 
 
 def checked_tensors(communicator: Communicator, record: GroupedArguments) -> GroupedArguments:
+    """Return the arguments except splits, if they fit together on this rank."""
     operands = checked_operands(communicator, record)
     name = checks.activation("activation", record.activation)
     checks.flag("return_received", record.return_received)
@@ -406,6 +411,8 @@ def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Line
 
 @dataclass(frozen=True)
 class GroupedMatmul:
+    """One call of either op. ``received``: see the public ops."""
+
     communicator: Communicator
     op: str
     input: Tensor
@@ -414,6 +421,7 @@ class GroupedMatmul:
     received: Tensor | None
 
     def fused(self, configuration: Configuration) -> Event:
+        """One kernel. Its first programs copy, or the copy engine sends."""
         communicator, input, routes = self.communicator, self.input, self.routes
         columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
         block_m = configuration.block_m
@@ -446,6 +454,7 @@ class GroupedMatmul:
         return operands.enqueue_with_sends(communicator, *about, arrivals, keep)
 
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
+        """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
         for segment in [*(each[self.routes.rank] for each in self.routes.mine), None]:
             end = received.shape[0] if segment is None else segment.to
@@ -507,6 +516,7 @@ class GroupedMatmul:
         return communicator.enqueue(self.op, layout, body)
 
     def unfused(self) -> Event:
+        """Run the collective, sort rows by expert, then one torch matmul per expert."""
         input, routes, received = self.input, self.routes, self.received
         stream, lone = self.communicator.compute, routes.world_size == 1
         # No op of the streams precedes this, so the streams must wait for the tensors to read.
@@ -536,6 +546,7 @@ class GroupedMatmul:
         return stream.record()
 
     def _by_source(self) -> Tensor:
+        """Return the rows that arrive, one source after another, each sorted by expert."""
         communicator, input, routes = self.communicator, self.input, self.routes
         rank, inner = routes.rank, input.shape[1]
         counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
@@ -665,6 +676,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
 
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
+    """Receive the rows that were multiplied once more, because the op has not kept them."""
     splits: RowSplits = ctx.splits
     group = ctx.size, ctx.name
     if op == GATHER:

@@ -147,6 +147,8 @@ _Arguments = GroupedCombineArguments | RoutedCombineArguments
 
 
 class CheckedCombine(NamedTuple):
+    """The arguments of a call, checked on this rank."""
+
     assignment: Any  # an Assignment; None if it is not used again
     weights: Tensor | None
     input: Tensor
@@ -257,6 +259,7 @@ def _prepare(
 
 
 def check(communicator: Communicator, record: _Arguments) -> CheckedCombine:
+    """Return the arguments except splits, if they fit together on this rank."""
     factors = checked_operands(communicator, record)
     routing = _routing_of(record, factors["weight"].shape[0], communicator.world_size)
     assignment = assignment_of(communicator, routing, record.topk_idx, None)
@@ -284,6 +287,7 @@ def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any
 
 
 def agree(communicator: Communicator, call: CheckedCombine, splits: list[int]) -> Tensor:
+    """Return all ranks' rows by expert; raise alike on all ranks."""
     experts = call.weight.shape[0]
     terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]))
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
@@ -422,6 +426,7 @@ def _on_device(
     dtype: torch.dtype,
     format: str,
 ) -> PreparedCall:
+    """Run the kernel after a dispatch with a bound; it reads the routes on the device."""
     call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype, format)
 
     def start() -> Outcome:
@@ -534,6 +539,7 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
 
 
 def routed_gradients(record: RoutedGradientArguments, size: int) -> list[Tensor]:
+    """Allocate the gradients of input, weight and bias."""
     weight = record.weight
     bias = weight.new_empty((weight.shape[0], weight.shape[2]))
     return [record.input.new_empty(record.input.shape), weight.new_empty(weight.shape), bias]

@@ -264,6 +264,7 @@ def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractCon
 
 
 def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
+    """Return the arguments, or those of the dispatch in place of None."""
     return (
         handle.topk_idx if topk_idx is None else topk_idx,
         handle.topk_weights if topk_weights is None else topk_weights,
@@ -311,6 +312,7 @@ class Routing(NamedTuple):
     algorithm: str = "auto"
 
     def bound(self, topk: int, world_size: int) -> int:
+        """Return the most rows that a rank can receive, from ``max_tokens``."""
         if self.packed:
             return self.num_experts // world_size * self.expert_rows(world_size)
         rows = self.max_tokens * topk
@@ -327,6 +329,8 @@ class Routing(NamedTuple):
 
 
 class RoutingArguments:
+    """The arguments of an op from which a :class:`Routing` is made."""
+
     @property
     def routing(self) -> Routing:
         return Routing(*[getattr(self, name) for name in Routing._fields])
@@ -396,6 +400,7 @@ def measured_for(
     columns: int,
     algorithm: str = "auto",
 ) -> tuning.Measured:
+    """Return what ``tune`` has measured for ``rows`` of the rank that sends most, if there are rows."""
     if not rows * columns:
         return tuning.UNMEASURED
     problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
@@ -411,6 +416,7 @@ def senders_of(communicator: Communicator, op: str) -> int:
 
 
 def most_dispatched(communicator: Communicator) -> int:
+    """Return the most tokens of a rank in a dispatch that exchanged numbers; 0 before the first."""
     return communicator.numbers.get(MOST, 0)
 
 
@@ -546,6 +552,7 @@ def example_choice(setting: Setting) -> Tensor:
 
 
 def example_counts(setting: Setting) -> Tensor:
+    """Return the rows of all ranks, by rank and by expert of the group."""
     chosen = [example_choice(each).reshape(-1) for each in setting.everyone()]
     return torch.stack([each.bincount(minlength=EXPERTS * setting.size) for each in chosen])
 
@@ -555,6 +562,7 @@ def example_segments(setting: Setting) -> Tensor:
 
 
 def example_rows(setting: Setting) -> Tensor:
+    """Return the rows that a rank's experts receive."""
     return setting.numbers(int(example_segments(setting)[..., 1].sum()), setting.width)
 
 

@@ -322,6 +322,7 @@ def reduce_scatter_norm(
 def run_reduction(
     op: str, record: ReductionArguments, norm: Any, quantize: Any, group: Group, async_op: bool
 ) -> Any:
+    """Run an eager reduction of a product, or of existing rows."""
     communicator = resolve(group)
     with communicator.accepting(op):
         if record.op != op:  # the caller passed None for a required argument

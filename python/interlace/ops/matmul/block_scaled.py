@@ -72,6 +72,7 @@ def _refuse(*_: Any) -> Any:
 
 
 def with_format(op: Op) -> Op:
+    """Return the op for block-scaled operands: the same op with a ``format``."""
     if f"block_scaled_{op.name}" in OPS:
         return OPS[f"block_scaled_{op.name}"]  # type: ignore[no-any-return]
     without = [name for name in op.without if name != "format"]
@@ -298,6 +299,7 @@ def run_packed(
 
 
 def are_formatted(record: Any) -> bool:
+    """Return whether the operands of a record are block-scaled, or will be."""
     asked = getattr(record, "format", "")
     return bool(asked) or are_scaled(*[getattr(record, name, None) for name in FACTORS])
 
@@ -404,6 +406,7 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
 
 @torch.no_grad()
 def quantize_record(record: Any) -> Any:
+    """Return a record with packed rows instead of float factors."""
     name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
@@ -448,6 +451,7 @@ def packed_by_functional(
 
 
 def is_traced() -> bool:
+    """Return whether the call is part of a graph, or under a mode."""
     return torch.compiler.is_compiling() or bool(modes_active())
 
 
@@ -546,6 +550,7 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> tor
 
 
 def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the form of a rank's ``rows`` to gather along dimension 0 for :func:`product_of_rows`."""
     return packed_parts(rows, 1, format) if format else rows
 
 

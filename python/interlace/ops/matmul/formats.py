@@ -61,6 +61,7 @@ class BlockFormat:
 
     @property
     def of_weight(self) -> BlockFormat:
+        """The format of a weight beside an input in this format."""
         return replace(self, values=self.weight_values or self.values)
 
     @property
@@ -97,6 +98,7 @@ class BlockFormat:
             )
 
     def packed_rows(self, rows: Tensor) -> Tensor:
+        """Quantise and pack rows of numbers ``[..., rows, k]``; the scale of the whole tensor is 1."""
         whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
         return packed_rows(quantize(rows, self.name, whole=whole))  # type: ignore[arg-type]
 
@@ -106,6 +108,7 @@ class BlockFormat:
         return self.scale != torch.float32
 
     def native_kind(self, configuration: Configuration) -> str:
+        """Return ``NATIVE`` of ``kernels/block_scales.py``."""
         if configuration.native_scales and self.scale != torch.float32:
             return "scales"
         return "values" if configuration.native_values else ""
@@ -115,6 +118,7 @@ class BlockFormat:
         return self.scale != torch.float32 or not configuration.native_scales
 
     def steps(self, row_bytes: int) -> int:
+        """Return the number of steps of 128 numbers in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)
 
 
@@ -535,6 +539,7 @@ def unpair(values: Tensor) -> Tensor:
 
 
 def _swizzled_size(rows: int, blocks: int) -> int:
+    """Return the number of scales in the swizzled layout of ``rows x blocks``, with its padding."""
     return (
         _blocks(rows, SWIZZLE_ROWS)
         * SWIZZLE_ROWS
@@ -662,4 +667,5 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
 
 
 def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
+    """Return the numbers for these bytes in float32, without their scales."""
     return unpair(values) if kind.packed > 1 else values.view(kind.values).float()

@@ -86,6 +86,7 @@ def gather(
     *,
     save_gathered: bool = True,
 ) -> Any:
+    """Start all_gather_matmul on a record with weights and biases as callers pass them."""
     op, input, asked = OP, record.input, record.return_gathered
     terms: AbstractContextManager[None] = nullcontext()
     if record.format or isinstance(input, Scaled) or isinstance(record.weights, Scaled):
@@ -284,6 +285,7 @@ def reduce(
     group: FunctionalGroup,
     tag: str = "",
 ) -> Any:
+    """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
     terms: AbstractContextManager[None] = nullcontext()
     scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)

@@ -213,6 +213,7 @@ def _multiply_rows(
 
 
 def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
+    """Make a product per weight, then the gathered input if it is requested."""
     input = record.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
@@ -349,6 +350,7 @@ def start_gradients(
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    """Return one weight with the columns of all, in memory by rows or by columns as the first one."""
     if weights[0].stride(0) == 1:
         return torch.cat([weight.t() for weight in weights], 0).t()
     return torch.cat([*weights], 1)

@@ -56,6 +56,7 @@ class GatherMoves:
         return formulas.numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
+        """Begin to move rows of ``input`` on the copy stream."""
         self.partners.move(workspace, input, self._moves, self.programs, self._configuration)
 
 
@@ -119,6 +120,7 @@ def _sizes(
     row_bytes: int,
     scale_bytes: int,
 ) -> _GatherSizes:
+    """Compute sizes. ``scale_bytes`` are sent with every row; ``columns`` are this rank's weights'."""
     key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
     known: _GatherSizes | None = communicator.derived.get(key)
     if known is not None:
@@ -331,6 +333,7 @@ def all_gather_matmul_unfused(
     rows: Sequence[int],
     gathered: torch.Tensor,
 ) -> Event:
+    """Gather everything into ``gathered``, then one torch matmul per weight."""
     parts = [part.view(-1) for part in torch.split(gathered, list(rows))]
     flat = input.contiguous().view(-1)
     if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:

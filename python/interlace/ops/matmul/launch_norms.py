@@ -37,6 +37,8 @@ Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
 
 
 class WholeRows(NamedTuple):
+    """All ranks' rows of the gathered tensors."""
+
     normed: torch.Tensor
     scale: torch.Tensor | None
     sum: torch.Tensor | None
@@ -62,6 +64,7 @@ def slice_blocks(
 
 
 def blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
+    """Return :func:`slice_blocks` for the rows of a sum."""
     packed = linear.tail is not None and linear.tail.format is not None
     columns, itemsize = linear.output.shape[1], linear.output.element_size()
     return slice_blocks(columns, configuration, itemsize, INNER if packed else 1)
@@ -80,6 +83,7 @@ def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
 def tail_arguments(
     linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
 ) -> dict[str, Any]:
+    """Return the operands of the norm, and its constants; ``blocks``: see :func:`slice_blocks`."""
     tail = linear.tail
     assert tail is not None
     constants = Tail(
@@ -129,6 +133,7 @@ def gathering(
 
 
 def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
+    """Run a torch matmul with few rows; one low-latency kernel sums and norms them on all ranks."""
     product = torch.empty_like(linear.output)
     communicator.compute.call(
         lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
@@ -148,6 +153,7 @@ def reduce_fused(
     configuration: Configuration,
     whole: WholeRows | None = None,
 ) -> Event:
+    """Run one kernel that sums this rank's rows of the dense ``input`` over ranks and norms them."""
     columns = linear.output.shape[1]
     itemsize = linear.output.element_size()
     tail = tail_arguments(linear, blocks_of(linear, configuration), whole)
@@ -192,6 +198,7 @@ def norm_and_gather(
 
 
 def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
+    """Gather all ranks' rows in ``whole``. This rank's rows are ready after ``event``."""
     for tensor in whole.tensors():
         parts = [tensor[first : first + count].view(-1) for first, count in segments]
         event = plain.gather_made(communicator, parts[communicator.rank], parts)
@@ -220,6 +227,7 @@ class RowReduction:
         return event
 
     def _by_owner(self) -> tuple[Linear, Segments, WholeRows | None]:
+        """Return the steps for this rank's rows, the rows by owner, and all ranks' results."""
         linear = self.linear
         if self.segments is not None:
             return linear, self.segments, self.whole
@@ -279,6 +287,7 @@ class RowReduction:
         return event if whole is None else gather(communicator, whole, segments, event)
 
     def unfused(self) -> Event:
+        """Run the collective, whose sums are rounded, then torch's norm of them."""
         communicator, linear, segments = self.communicator, self.linear, self.segments
         reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
         total = torch.empty_like(linear.output)

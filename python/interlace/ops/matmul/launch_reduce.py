@@ -58,6 +58,7 @@ class OwnerTables:
 def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> OwnerTables:
+    """Return the tables; ``segments`` are (first row, rows) by owner."""
     pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
     known = algorithms.reductions_of(rank, nodes, pieces)
     return OwnerTables(
@@ -231,6 +232,7 @@ def matmul_reduce_scatter_fused(
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
+    """Run a torch matmul per owner into the owner's workspace; then sum in rank order."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
@@ -261,6 +263,7 @@ def matmul_reduce_scatter_pipelined(
 def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
+    """Compute the whole product in this rank's workspace; then every rank sums its part."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, columns, dtype = communicator.rank, linear.weight.shape[1], linear.output.dtype

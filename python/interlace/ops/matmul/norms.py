@@ -90,6 +90,7 @@ SMALLEST_FP8 = 89  # the lowest compute capability with which kernels can make f
 
 
 def take_norm(record: ReductionArguments, norm: Any, quantize: Any) -> None:
+    """Put a call's norm into the record of its arguments. Raise for a norm that does not fit."""
     if norm is None and record.weight is not None:
         if record.residual is not None or quantize is not None or record.gather_normed:
             raise ValueError("residual, quantize and gather_normed need a norm, but norm is None")
@@ -150,6 +151,7 @@ class CheckedNorm:
         self.residual = checked_residual(communicator, record.residual, shape, dtype)
 
     def terms(self) -> tuple[Any, ...]:
+        """Return the norm's properties on which ranks must agree."""
         norm = self.norm
         return (
             ("norm", norm.kind),
@@ -196,6 +198,7 @@ def pair_results(results: Sequence[Tensor], quantize: str | None) -> Any:
 
 
 def list_results(results: Any) -> list[Tensor]:
+    """Return the op's results from the result of :func:`pair_results`."""
     normed, total = results
     if isinstance(normed, Scaled):
         return [packed_rows(normed), total]
@@ -236,6 +239,8 @@ def in_kernel(communicator: Communicator, quantize: str | None) -> bool:
 
 
 class NormedReduce(reduce.CheckedReduce):
+    """The checked arguments of a matmul with a norm."""
+
     def __init__(self, communicator: Communicator, record: ReductionArguments) -> None:
         super().__init__(communicator, record)
         parts = [] if self.dim is None else self._parts()
@@ -288,6 +293,7 @@ class NormedReduce(reduce.CheckedReduce):
         whole: WholeRows | None,
         algorithm: str = "",
     ) -> Event:
+        """Compute ``left @ linear``, reduced and normed; with ``whole`` all ranks get its rows."""
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(f"{SCATTER}_norm", max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
@@ -329,6 +335,8 @@ class NormedReduce(reduce.CheckedReduce):
 
 
 class _CheckedRows:
+    """The checked arguments of all_reduce_norm and reduce_scatter_norm."""
+
     def __init__(self, communicator: Communicator, record: ReductionArguments) -> None:
         self.communicator, self.op = communicator, record.op
         self.input = checks.tensor("input", record.input, communicator)
@@ -375,6 +383,7 @@ class _CheckedRows:
         return not launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
 
     def _measured(self) -> tuple[str, tuning.Measured]:
+        """Return the algorithm and its measured values, the same on all ranks, which have agreed."""
         op = GATHERED_ROWS.name if self.normed.gathers else self.op
         rows, size = self.input.numel() // max(1, self.columns), self.communicator.world_size
         problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
@@ -425,6 +434,7 @@ class _CheckedRows:
 def prepare(
     communicator: Communicator, record: ReductionArguments, buffers: Buffers
 ) -> PreparedCall:
+    """Check any reduction: with a norm, or of a product without a norm."""
     start: Callable[[Buffers], Outcome]
     if record.weight is None:
         start = _CheckedRows(communicator, record).start
@@ -443,6 +453,7 @@ FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepare, format="") fo
 
 
 def results(record: ReductionArguments, size: Any) -> list[Output]:
+    """Make the normed rows, the sum with the residual, and, quantised by row, the scales."""
     input = record.input
     if record.weight is not None:
         check_factors(input, record.weight)
@@ -473,6 +484,7 @@ def _outputs(
     normed, own_lengths, dim = rows
 
     def output(lengths: Sequence[Any], columns: Any, dtype: torch.dtype) -> Output:
+        """Make ``[*lengths, columns]``, in memory with ``dim`` first."""
         matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
         if not lengths:
             return Output(matrix, matrix.view(columns))
@@ -514,6 +526,7 @@ def _save(ctx: Any, record: ReductionArguments, output: Sequence[Tensor]) -> Non
 
 
 def full_name(record: ReductionArguments) -> str:
+    """Return the op of torch for these arguments, which have a norm."""
     return record.op if record.weight is None else f"{record.op}_norm"
 
 
@@ -551,6 +564,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | No
 
 
 def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
+    """Return the sum of all ranks' gradients for this rank's rows."""
     dim, length = ctx.arguments.scatter_dim % grad.dim(), ctx.arguments.length
     if length is not None:
         grad = pad(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
@@ -559,6 +573,7 @@ def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
+    """Return the gradient of rows that were reduced: summed or gathered."""
     if ctx.arguments.scatter_dim is None:
         whole = wait(_ops.all_reduce(part, "sum", ctx.size, ctx.name))
     else:

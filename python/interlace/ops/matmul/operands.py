@@ -62,6 +62,7 @@ class Linear:
 
     @property
     def unfinished(self) -> bool:
+        """Whether a sum of products needs more steps before it is the output."""
         return self.bias is not None or bool(self.activation) or self.tail is not None
 
 
@@ -190,6 +191,7 @@ def sum_staged(
 def enqueue_product(
     communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
 ) -> None:
+    """Write ``activation(input @ weight + bias)`` for ``rows``, by torch on the compute stream."""
     output = linear.output[rows]
     if output.numel():
         communicator.compute.call(
@@ -347,6 +349,7 @@ def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def with_roles(
     kernel: Any, arguments: dict[str, Any], extents: tuple[int, int, int], stages: int
 ) -> dict[str, Any]:
+    """Return the arguments of a ``kernel`` with warp roles, made from the reference kernel's."""
     return taken_by(kernel, arguments) | {"extents": Extents(*extents), "STAGES": stages}
 
 
@@ -362,6 +365,7 @@ def epilogue(linear: Linear) -> dict[str, Any]:
 
 
 def copies(configuration: Configuration, copiers: int, multicast: str = "") -> dict[str, Any]:
+    """Return the argument about ``copiers`` that send chunks of rows."""
     sizes = configuration.copy_rows, configuration.copy_columns
     return {"COPIES": Copies(copiers, *sizes, multicast)}
 

@@ -156,6 +156,7 @@ class CheckedReduce:
         return parts
 
     def scattering(self) -> Scattering:
+        """Return the factors of the product, and the rows by owner."""
         input, dim, parts = self.input, self.dim, self._parts()
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
@@ -258,6 +259,7 @@ class CheckedReduce:
         segments: list[tuple[int, int]],
         algorithm: str = "",
     ) -> Event:
+        """Compute ``left @ linear``, reduced, by ``algorithm`` or by the choice for these shapes."""
         communicator = self.communicator
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(SCATTER, max(count for _, count in segments), columns)
@@ -305,6 +307,7 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
 
 
 def result(record: ReductionArguments, size: int) -> Output:
+    """Make this rank's part of the product, or all of it."""
     input, weight = record.input, record.weight
     check_factors(input, weight)
     dtype = checks.output_dtype(record.out_dtype, input)
@@ -338,6 +341,7 @@ def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
 
 
 def own_part(record: ReductionArguments, communicator: Communicator) -> int | None:
+    """Return the length of this rank's scattered part if parts are unequal, as the op takes it."""
     if record.scatter_dim is None:
         return None
     columns = record.input.shape[-1] if record.weight is None else record.weight.shape[1]

@@ -38,6 +38,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def half_denormal(dtype: torch.dtype) -> float:
+    """Return the largest absolute error of one rounding near zero."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps / 2
 
@@ -187,6 +188,7 @@ def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dt
 def _sum_error(
     errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
 ) -> torch.Tensor:
+    """Return a bound for a sum of terms that are off by ``errors``; an average is one operation more."""
     return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
 
 

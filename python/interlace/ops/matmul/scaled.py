@@ -81,6 +81,8 @@ class ScaledMatmulReduceScatterArguments:
 
 
 class ScaledOperands(NamedTuple):
+    """The operands of one product: fp8 matrices, their scales, and a bias."""
+
     input: Tensor
     weight: Tensor
     input_scale: Tensor
@@ -138,6 +140,7 @@ def is_by_row(input: Tensor, scale: Tensor) -> bool:
 
 
 def _check(operands: ScaledOperands) -> None:
+    """Check operands for errors that torch would not find on all ranks."""
     input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
         raise ValueError(
@@ -182,6 +185,7 @@ def _agree(
 
 
 def operands(record: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
+    """Return the checked operands of each weight's product."""
     weights, weight_scales, biases = record.weights, record.weight_scales, record.biases
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
@@ -357,6 +361,7 @@ def start_reduce(communicator: Communicator, record: ScaledMatmulReduceScatterAr
 def why_not(
     communicator: Communicator, inner: int, weights: Sequence[Tensor], out_dtype: torch.dtype | None
 ) -> str:
+    """Return why the kernels cannot multiply these operands; "" if they can."""
     for weight in weights:
         across, along = weight.stride()
         columns = weight.shape[1]  # a stride matters only with a second row or column
@@ -415,6 +420,7 @@ def reduce_fused(
     average: bool,
     inner: int,
 ) -> Event:
+    """Write ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
     input, weight, row_scale, column_scale, bias = record.operands
     dim, size = record.scatter_dim % input.dim(), communicator.world_size
     by_row = row_scale.numel() != 1 or column_scale.numel() != 1

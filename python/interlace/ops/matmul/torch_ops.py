@@ -166,6 +166,7 @@ def fused_all_gather_scaled_matmul(
 def _blocks(
     input: tuple[Tensor, Tensor], Bs: Sequence[Tensor], B_scales: Sequence[Tensor]
 ) -> list[Scaled]:
+    """Return these operands as block-scaled ones, with scales in ``torch._scaled_mm``'s layout."""
     weights = [
         (B, block_scaled.plain_scales(B, scale, -2)) for B, scale in zip(Bs, B_scales, strict=True)
     ]
@@ -196,6 +197,7 @@ def _gather_blocks(
     result_scales: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, list[Tensor]]:
+    """Return the gathered values and the block-scaled products, in fp32, rounded once."""
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         _refuse_result_scale(*result_scales)
         wide = [None if each is None else each.float() for each in biases]
@@ -296,6 +298,7 @@ multimem_one_shot_all_reduce = multimem_one_shot_all_reduce_out = one_shot_all_r
 def multimem_one_shot_reduce_out(
     input: Tensor, reduce_op: str, root: int, group_name: str, out: Tensor
 ) -> Tensor:
+    """Write to ``out`` on rank ``root``; other ranks' ``out`` stays unchanged."""
     communicator = _ranks(group_name, input)
     reduced = _now(REDUCE.begin(communicator, (input, reduce_op, root)))
     return out.copy_(reduced) if communicator.rank == root else out

@@ -177,6 +177,8 @@ class AsyncTensor(torch.Tensor):
 
 
 def _of_plain(name: str) -> Any:
+    """Return a method that waits and calls the plain tensor's method of that name."""
+
     def method(self: AsyncTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.wait(), name)(*args, **kwargs)
 
@@ -262,6 +264,8 @@ def _take_plain_tangents() -> None:
 
 
 class _Tracked(torch.autograd.Function):
+    """Wrap a tensor with an autograd history as an AsyncTensor with the same history."""
+
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
         return AsyncTensor(inner)
@@ -272,6 +276,8 @@ class _Tracked(torch.autograd.Function):
 
 
 class _Opened(torch.autograd.Function):
+    """Unwrap an AsyncTensor with an autograd history to the plain tensor."""
+
     @staticmethod
     def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
         return outer._complete().detach()

@@ -49,6 +49,7 @@ _known: dict[str, _FunctionalOp] = {}
 
 
 def define(op: Op) -> None:
+    """Make the op known to :func:`run`; ``library.py`` calls this."""
     fields = tuple(op.kinds)
     operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
     _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)

@@ -187,6 +187,7 @@ def register(started: Started, communicator: Communicator) -> None:
 
 
 def finish(started: Started) -> Sequence[torch.Tensor]:
+    """Wait now, for an op that must be complete when it returns, and return the outputs."""
     if started.work is not None:
         started.work.wait()
     return started.outputs
@@ -203,6 +204,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def _has_tracer() -> bool:
+    """Return whether an active mode does more than look at calls."""
     return bool(modes_active() and not only_watched())
 
 
@@ -277,6 +279,7 @@ def kind(annotation: Any) -> str:
 
 @functools.cache
 def kinds_of(arguments: Any) -> dict[str, str]:
+    """Return the schema types of a record's fields by name; "" for arguments of eager calls only."""
     hints = typing.get_type_hints(arguments, include_extras=True)
     return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
 
@@ -302,6 +305,7 @@ def without_gradient(op: str) -> OpGradient:
 
 
 def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
+    """Return ``Op.algorithms`` of a fused op with these kernels."""
     return {"fused": kernels, "pipelined": (), "unfused": ()}
 
 
@@ -352,6 +356,7 @@ class Op:
         return [name for name in self.kinds if name not in known]
 
     def example(self, setting: Setting, **others: Any) -> dict[str, Any]:
+        """Return the example arguments of a rank by name; ``others`` replace examples."""
         defaults = {name: constant(value) for name, value in self.defaults.items()}
         makers, found = {**defaults, **EXAMPLES, **self.examples}, {}
         for name in self.kinds:
@@ -368,16 +373,19 @@ class Op:
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
+        """The schema types of the arguments, by name and in order."""
         kinds = kinds_of(self.arguments).items()
         return {name: kind for name, kind in kinds if kind and name not in self.without}
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
+        """The arguments that a caller may leave out, and their values, by name."""
         of_record = dataclasses.fields(self.arguments)
         return {e.name: e.default for e in of_record if e.default is not dataclasses.MISSING}
 
     @functools.cached_property
     def parameters(self) -> str:
+        """The arguments as a schema lists them, without the group."""
         return ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
 
     @property
@@ -408,11 +416,13 @@ class Op:
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save values for autograd. ``inputs`` are the arguments and the group."""
         assert self.gradient is not None
         *record, ctx.size, ctx.name = inputs
         self.gradient.save(ctx, self.record(record), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
+        """Return for autograd a gradient or None for each argument in order, and for the group."""
         assert self.gradient is not None
         found = self.gradient.backward(ctx, grad)
         assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"
@@ -434,6 +444,7 @@ class Output(NamedTuple):
 def start_form(
     form: Callable[..., Any], communicator: Communicator, record: Any, outputs: Sequence[Output]
 ) -> Started:
+    """Start the form of a record. It fills the outputs ``outputs``, which the caller gets as views."""
     work = form(communicator, record, [each.matrix for each in outputs], True)
     return Started([each.view for each in outputs], work)
 
@@ -445,6 +456,7 @@ def without_tensors(record: Any) -> Any:
 
 
 def requiring(record: Any) -> set[str]:
+    """Return the names of those fields of ``record`` that require a gradient."""
     named = vars(record).items()
     return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
 

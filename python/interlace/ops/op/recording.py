@@ -138,6 +138,7 @@ def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
 
 @functools.cache
 def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
+    """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
         words, fits = _accepted_values(kind[:-1])
         return f"{words} or None", lambda value: value is None or fits(value)
@@ -188,10 +189,12 @@ def _is_parameter(kind: type) -> bool:
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
+    """Return False: nothing looks at the call."""
     return False
 
 
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
+    """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
     if not any([type(each) is AsyncTensor for each in operands]):
@@ -213,6 +216,8 @@ def record(
 
 
 class _RecordedOp(torch.autograd.Function):
+    """An autograd function of an op, its group, the record, the op's results and the record's tensors."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -355,6 +360,7 @@ class ContinuedWork(Work):
         self._results: list[Any] = []
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """Return the complete result. Raise the op's error."""
         return self._results[0] if self._results else self._finish(self._work.wait(timeout))
 
     def _finish(self, result: Any) -> Any:

@@ -107,6 +107,7 @@ def _channel() -> _EngineRequests | None:
 
 
 def _run(*args: Any, **kwargs: Any) -> Any:
+    """Replace torch's ``_engine_run_backward``."""
     rank = groups.joined_group()
     if rank is None or not rank.place.simulated or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)

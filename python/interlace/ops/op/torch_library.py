@@ -52,6 +52,7 @@ _library = _Library(NAMESPACE, "DEF")
 
 
 def register(op: Op) -> None:
+    """Define the op, its gradient, and its forms with ``out`` and in place. Idempotent."""
     if op.name in _registered:
         return
     _registered.add(op.name)
@@ -76,6 +77,7 @@ def register(op: Op) -> None:
 
 
 def register_group_size() -> None:
+    """Define the op with which a graph gets the size of a group."""
     _library.define("group_size(str group_name) -> SymInt", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
