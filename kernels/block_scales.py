@@ -80,7 +80,6 @@ def _numbers(bytes, VALUES: tl.constexpr, TILES: tl.constexpr, ALONG: tl.constex
 
 @triton.jit
 def _scales(loaded, TILES: tl.constexpr):
-    """Return scales in fp32."""
     if TILES.SCALE == "fp32":
         made = loaded
     elif TILES.SCALE == "e4m3":
@@ -224,7 +223,6 @@ def packed_length(N, TILES: tl.constexpr):
 
 @triton.jit
 def packed_end(N, TILES: tl.constexpr):
-    """Return the bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
     return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
 

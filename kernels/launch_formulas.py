@@ -68,7 +68,6 @@ def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk
 
 
 def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
-    """Return lines of a rank's sends, in order."""
     count = ceil_div(rows[rank], chunk_size)
     return [
         transfer_line(peer, rank, chunk, rows, chunk_size)
@@ -290,7 +289,6 @@ def key_lines(rows: Sequence[int]) -> list[Line]:
 
 
 def all_causal_spans(rows: Sequence[int]) -> list[Line]:
-    """``causal_spans`` of all ranks, one after another."""
     return [line for rank in range(len(rows)) for line in causal_spans(rank, rows)]
 
 
@@ -300,5 +298,4 @@ def pieces_of(rows: int, block: int, most: int) -> int:
 
 
 def piece_rows(rows: int, block: int, most: int) -> int:
-    """Keys of a piece."""
     return ceil_div(ceil_div(rows, block), pieces_of(rows, block, most)) * block

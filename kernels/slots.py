@@ -1,9 +1,8 @@
 """Many slots at once: waits for all of them together, and publishes that share a barrier and a fence.
 
 One after the other, each poll takes a round trip of memory, and each publish waits until all stores so far
-have arrived. Here a vector of slots is read, or set, together. The accesses are those in ``signal.py``, and
-so is the timeout: bounded by SPIN_LIMIT, at once if the group is aborted, and the first wait that times out
-records which rank it waited for.
+have arrived. Here a vector of slots is read, or set, together. Accesses and timeouts are those of
+``signal.py``.
 
 The waits are for programs without descriptor stores under way. They return how many slots have not arrived.
 If that is more than 0, the wait has timed out, and the caller must not read the data.
@@ -38,10 +37,7 @@ _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 
 @triton.jit
 def wait_slots(peers, sources, slot_bytes, valid, epoch):
-    """Poll this rank's slots at ``slot_bytes`` together until all ``valid`` ones have ``epoch``.
-
-    ``sources``: the rank that publishes each.
-    """
+    """Poll this rank's slots together until all ``valid`` ones have ``epoch``; ``sources`` publish them."""
     pointers = peer_pointer(peers, peers.rank, slot_bytes)
     header = peer_pointer(peers, peers.rank, 0)
     seen = poll_slots(pointers, valid)

@@ -9,13 +9,12 @@ Heads are columns of a product before the exchange, and a part of K after it::
                           consumers   | tiles of chunk 0: own K, wait 1, K of 1, wait 2, K of 2 | ...
 
 The first uses the products of ``matmul_reduce_scatter.py``. Tiles of another rank are stored in that rank's
-workspace, at their place in its result, the next rank's first. Nothing is summed. The same programs then
-copy the arrived tiles into the output, because the next op needs the workspace. This rank's part is stored
-in the output directly.
+workspace, at their place in its result. The same programs then copy the arrived tiles into the output,
+because the next op needs the workspace. This rank's part is stored in the output directly.
 
 The second sums over sources, in registers, in the order of the ranks: the same bits in every schedule. A
-tile waits in the middle of its K. So rows travel in chunks, and while one is multiplied the next one
-travels. Rows of a source are contiguous, because its sends are those of ``transfer.py``.
+tile waits in the middle of its K, so rows travel in chunks, and while one is multiplied the next one
+travels.
 
 Each is the gradient of the other's input, with the weight transposed.
 
@@ -49,7 +48,6 @@ _SHARD = tl.constexpr(SHARD_COLUMNS)
 @triton.jit
 def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_ptr, N, K, epoch,
                         TILES: tl.constexpr):  # fmt: skip
-    """Store this program's tiles of every rank's columns in that rank's workspace, and publish them."""
     rows = tl.load(shards_ptr + workspace.rank * _SHARD).to(tl.int32)
     tiles = tl.cdiv(rows, TILES.BLOCK_M) * tl.cdiv(N, TILES.BLOCK_N)
     whole = rows_operand(input.ptr, input.stride, K, TILES)
@@ -88,7 +86,6 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
 
 @triton.jit
 def _collect(workspace, output_ptr, shards_ptr, N, epoch, TILES: tl.constexpr):
-    """Copy this program's tiles that the other ranks have stored here into the output."""
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     arrived_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     for step in range(1, workspace.world_size):
@@ -120,8 +117,7 @@ def matmul_all_to_all_kernel(
     Ordering: a producer waits for the owner's credit, stores its tiles of that owner, waits until
     descriptor stores among them are complete, then publishes the slot of each. The owner waits for a
     tile's slot, then loads it. Waits for data begin only after everything that others wait for, so no
-    order of programs blocks. The workspace is free again when finish_kernel, next on the stream, has
-    given this rank's credit.
+    order of programs blocks.
 
     Example: W = 2, 64 rows each, 64 columns for each, 64 x 64 tiles, one program. Rank 0 stores its rows
     times columns 64-127 in rows 0-63 of rank 1's workspace and publishes slot 0 there; its rows times
@@ -158,7 +154,7 @@ def all_to_all_matmul_kernel(
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. A consumer waits for
     a source's slot when its tile reaches that source's part of K, and loads in a loop nested below the
     wait. Copiers have the lowest program ids and wait for no data, so the grid makes progress if it is
-    resident with one consumer. The workspace is free again as in ``matmul_all_to_all_kernel``.
+    resident with one consumer.
 
     Example: W = 2, 64 rows each in one chunk, N = 64, 64 x 64 tiles, COPIERS = 1, grid 2. Program 0 of rank
     0 copies rows 64-127 to rank 1 and publishes slot 0 there. Program 1 multiplies rows 0-63 of its input

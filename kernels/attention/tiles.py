@@ -5,8 +5,8 @@ V. Keys and values are *packed*: row n has the keys ``[batches, key heads, D]``,
 ``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
 A query sees one interval of positions (``Spans``): this covers causal masks, windows and packed sequences.
-Keys know their positions because a part is one or two runs of the whole sequence (two if a rank has one
-chunk from the front and one from the back).
+A part is one or two runs of the whole sequence: two if a rank has one chunk from the front and one from
+the back.
 
 Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
 """
@@ -46,7 +46,6 @@ def place_of_tile(tile, tiles_m, heads):
 
 @triton.jit
 def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
-    """Point to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
     offs_d = tl.arange(0, BLOCK)
     # int64 before the products: a batch times its stride may pass 2**31 elements.
     head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
@@ -127,7 +126,6 @@ def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
 
 @triton.jit
 def reach_of(low, high, scale):
-    """Return the result of ``load_reach`` for rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 
@@ -194,7 +192,6 @@ def soften(product, largest, total, scale):
 
 @triton.jit
 def weigh(acc, before, weight, value, TILES: tl.constexpr):
-    """Return ``acc * before + weight @ value``."""
     weight = weight.to(value.dtype)
     return tl.dot(weight, value, acc * before[:, None], input_precision=TILES.INPUT_PRECISION)
 

@@ -65,10 +65,9 @@ def all_gather_matmul_kernel(
     address that stands for all ranks' buffers.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
-    for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
-    after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
-    the lowest program ids, and wait for chunks only when they have sent all of theirs. So the grid makes
-    progress if the copiers of every rank are resident together, with one consumer each.
+    for the slot and load the chunk in a loop nested below the wait. Copiers have the lowest program ids,
+    and wait for chunks only when they have sent all of theirs. So the grid makes progress if the copiers
+    of every rank are resident together, with one consumer each.
 
     Example: W = 2, one chunk of 64 rows per rank, N = 128, 64 x 64 tiles, COPIERS = 1, grid 3. Program
     0 of rank 0 copies its rows to rank 1 and publishes slot 0 there. Programs 1 and 2 compute tiles 0
@@ -117,8 +116,7 @@ def all_gather_matmul_kernel(
         rows = tl.load(line + 2).to(tl.int32)
         output_row = tl.load(line + 3)
         slot = tl.load(line + 4)
-        # Tiles are numbered over all chunks, so programs without a tile of one chunk begin with the
-        # next.
+        # Tiles are numbered over all chunks: programs without one here begin with the next chunk.
         start = tl.load(line + 5).to(tl.int32)
         # Programs that take part count from 0: each tile number must belong to one of them.
         absent = tl.where(chunk < shared_chunk, COPIES.COPIERS, 0)

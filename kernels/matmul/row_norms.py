@@ -4,9 +4,9 @@ Contributions to ``rows x N`` lie in the owner's workspace, tile by tile, in the
 ``matmul_reduce_scatter.py``. A norm needs whole rows. So a program takes a slice of a few rows, waits for
 the tiles of all columns from every source, and passes over the columns two or three times.
 
-With ``GATHER`` the normed rows go to all ranks. As soon as they are computed they are stored into this
-rank's output and into the workspaces of the others, and signalled once per slice. So no rank reads its rows
-again to send them. Programs then collect the rows of the others::
+With ``GATHER`` a program stores normed rows into this rank's output and into the workspaces of the others
+as soon as they are computed. So no rank reads its rows again to send them. Programs then collect the rows
+of the others::
 
     own program | products for rank 1, 2, own | sum and norm own slices, push | collect others' slices |
 
@@ -16,10 +16,8 @@ programs blocks.
 Rejected: a sum per tile and a second kernel for the norms (stores the sum in fp32, or rounds it twice), and
 statistics exchanged between programs (a second wait for every tile).
 
-The norm of whole rows:
-
-Legend: ``rows x N``, dense; a slice is ``ROWS`` rows, processed ``COLUMNS`` columns at a time. For a row s
-of the sum, with its bias and activation, all in fp32::
+A slice is ``ROWS`` rows, processed ``COLUMNS`` columns at a time. For a row s of the sum, with its bias and
+activation, all in fp32::
 
     x = s + residual         rounded to the output's dtype, stored: the new residual
     y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
@@ -36,26 +34,13 @@ The variance of "layer" is combined block by block. The squares of each block ar
 and corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would
 cancel.
 
-Reduction + norm of existing rows, without a matmul: ``reduce_norm_kernel``.
+The table of ``reduce_norm_kernel`` lists the owners of rows. So this kernel is a one-shot all-reduce, where
+every rank owns all rows; a two-shot all-reduce, where each rank owns a part and all gather; and a
+reduce-scatter, with or without a gather after it.
 
-The contributions are rows of the input, pushed whole. A table lists the owners, so one kernel is a one-shot
-all-reduce, where every rank owns all rows; a two-shot all-reduce, where each rank owns a part and all
-gather; and a reduce-scatter, with or without a gather after it.
-
-Fused matmul + reduction + norm: this tail follows both reductions of a product.
-
-``matmul_reduce_scatter_norm_kernel``  rows have owners, who norm them; with ``GATHER`` all ranks get them:
-                                       the chain reduce-scatter, norm, all-gather of a sequence-parallel
-                                       block, and an all-reduce of many rows
-``matmul_all_reduce_norm_kernel``      one-shot: every rank sums and norms all rows, for few of them
-
-The device functions of the kernels without a norm compute and send the products.
-
-All-reduce + norm of a few kilobytes, whose words carry their flags, for decoding single tokens:
-
-The protocol is that of ``kernels/collectives/low_latency.py``, block by block. A norm needs whole rows, so
-program r does all blocks of row r: first it sends them all, then it sums them one after another. So many
-words travel while the program waits for the first, and one program has all statistics of a row.
+In ``low_latency_norm_kernel`` words carry their flags, like in ``kernels/collectives/low_latency.py``. A
+program does all blocks of a row. It sends them all before it sums the first, so many words travel while it
+waits.
 """
 
 import triton
@@ -100,8 +85,7 @@ def no_statistics(TAIL: tl.constexpr):
 
 @triton.jit
 def with_block(mean, squares, x, mask, first, N, TAIL: tl.constexpr):
-    """Return the statistics with ``x``, the columns from ``first`` on; ``x`` is 0 where ``mask`` is
-    false."""
+    """Add to the statistics ``x``, the columns from ``first`` on; it is 0 where ``mask`` is false."""
     if TAIL.KIND == "rms":
         squares += tl.sum(x * x, axis=1)
     else:
@@ -359,7 +343,6 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
 
 @triton.jit
 def publish_slice(workspace, gathered, slice_m, epoch):
-    """Signal to all peers that a slice of this rank's rows is in their workspaces."""
     own = workspace.rank * gathered.slices + slice_m
     publish_to_all(workspace, workspace.slot_offset + gathered.slots_byte + own * 8, epoch)
 
@@ -521,8 +504,7 @@ def matmul_reduce_scatter_norm_kernel(
     Ordering: products as in that kernel. Then a program waits for all tiles of its slices' rows from all
     sources. With ``GATHER`` it stores the rows at every peer and publishes the slot (source, slice) there.
     A peer has ended the op before this one, as its tiles have arrived. Last the program waits for the slots
-    of all other sources and copies their rows out. No phase waits for a later one, so no order of programs
-    blocks. finish_kernel gives the credit for reuse.
+    of all other sources and copies their rows out. No phase waits for a later one, so no order blocks.
 
     Example: W = 2, M = 32, N = 64, 16 x 16 tiles, slices of 4 rows, ``GATHER`` "normed", one program per
     rank. Rank 0 sends tiles 0-3 of rows 16-31 to rank 1, makes its own, waits for slots 0-3 (source 0) and
@@ -580,8 +562,7 @@ def matmul_all_reduce_norm_kernel(
 @triton.jit
 def _sum_of_block(peers, lot, own, valid, AVERAGE: tl.constexpr, HALF: tl.constexpr,
                   WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """Sum a block's numbers over ranks in fp32, ``[1, numbers]``; also return how many words are
-    missing."""
+    """Sum a block's numbers over ranks in fp32, ``[1, numbers]``, and count the missing words."""
     low = tl.zeros((WORDS,), tl.float32)
     high = tl.zeros((WORDS,), tl.float32)
     missing = tl.zeros((), tl.int32)
