@@ -33,7 +33,6 @@ _entries: list[tuple[dict[str, object], str, object]] = []
 
 @contextlib.contextmanager
 def simulating() -> Iterator[None]:
-    """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
         for names, values in (each() for each in on_simulated_ranks):
             for name, value in values.items():
@@ -43,8 +42,7 @@ def simulating() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installing(modules: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, make ``import`` find stand-ins by these names: parents first, "" for an empty
-    module.
+    """Within the block, ``import`` finds stand-ins by these names: parents first, "" is an empty module.
 
     "module:name" names the function ``name``, in both. An empty module and a package without a parent stand
     for a package: its modules without a stand-in are those of the real package, if there is one. They are
@@ -77,8 +75,6 @@ def installing(modules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
-    """Remove ``packages`` from the imported modules, and again when ``leaving`` is left."""
-
     def known() -> dict[str, types.ModuleType]:
         return {name: m for name, m in sys.modules.items() if name.partition(".")[0] in packages}
 
@@ -139,7 +135,6 @@ def replacing(*replacements: Replacement) -> Iterator[None]:
 
 
 def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: object) -> None:
-    """Set an entry until ``leaving`` is left."""
     entry = where, key, where.get(key, _ABSENT)
     _entries.append(entry)
     where[key] = value
@@ -160,7 +155,6 @@ def _set(where: dict[str, object], key: str, value: object) -> None:
 
 @contextlib.contextmanager
 def _nothing_stands_in() -> Iterator[None]:
-    """Within the block, every replaced entry has its original value."""
     entries = list(_entries)
     values = []
     for where, key, before in reversed(entries):

@@ -143,7 +143,6 @@ class _Server:
             yield loading, Measurement(error=ended_with(server.wait(), words))
 
     def close(self) -> None:
-        """End the server and its forks."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self.process:
@@ -181,7 +180,6 @@ class Fork:
 
 
 def ended_with(code: int, said: str) -> str:
-    """Return the error of a process that ended without an answer."""
     return f"the compiler ended with code {code}: {' '.join(said.strip().splitlines()[-3:])}"
 
 

@@ -164,7 +164,6 @@ def specialised_arguments(
 def _by_field(
     parameters: Mapping[str, inspect.Parameter], arguments: Iterable[str]
 ) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield every parameter in order, or its fields if fields are named."""
     by_name: dict[str, list[str]] = {}
     for argument in arguments:
         by_name.setdefault(argument.partition(".")[0], []).append(argument)

@@ -29,7 +29,6 @@ Perform = Callable[..., Any]
 
 
 def threads_of(pointers: Handle) -> Lanes:
-    """Return the thread that accesses each of ``pointers``."""
     threads = getattr(pointers, "threads", None)
     if threads is None or threads.shape == pointers.data.shape:
         return None if threads is None else threads.ravel()
@@ -117,10 +116,9 @@ class Hooks(Protocol):
         """Return the origin of a number that becomes a pointer; None if unknown (``session.py``)."""
 
     def misplaced(self, address: int, align: int, count: int, does: str, memory: str) -> None:
-        """Raise an error that names ``memory`` the memory is.
+        """Raise an error about ``memory``, where ``count`` accesses are not at multiples of ``align``.
 
-        ``count`` accesses would begin at null or at an address that is not a multiple of ``align``;
-        ``address`` is the first such address.
+        ``address``, the first of them, may be null.
         """
 
     def barrier(self, threads: Lanes = None) -> None:

@@ -153,7 +153,6 @@ class MessageEnd(Future[Outcome]):
         return self._error
 
     def sleep(self, seconds: float | None) -> None:
-        """Sleep until another thread has ended the message, at most ``seconds``."""
         if not self.settled:
             event = vars(self).setdefault("_event", threading.Event())
             if not self.settled:  # otherwise ``tell`` may not have seen the event

@@ -289,7 +289,6 @@ class Communicator:
         return future.result().result
 
     def _run_start(self, op: str, start: Start) -> Outcome:
-        """Return the outcome of the launch side of an op that was queued."""
         if self._out_of_step:  # because of an op that was queued before this one
             raise self._over(op)
         try:

@@ -142,7 +142,6 @@ class Engine(ABC):
         return self.reduce(call, inputs, output, op, TO_EACH)
 
     def cut(self, parts: Parts) -> Tensors:
-        """Return ``parts`` as tensors by rank."""
         if isinstance(parts, torch.Tensor):
             return parts.view(self.world_size, parts.numel() // self.world_size).unbind(0)
         return parts

@@ -81,8 +81,6 @@ class HookedOp:
 
 
 class Hook(NamedTuple):
-    """The functions of one registration."""
-
     before: Callable[[HookedOp], object] | None
     after: Callable[[HookedOp], object] | None
     on_abort: Callable[[Any, BaseException], object] | None
@@ -330,7 +328,6 @@ class WatchedWork(Work):
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in ``value``, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif hasattr(value, "__dlpack__"):
@@ -348,7 +345,7 @@ def _is_absent(value: object) -> bool:
 def _ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
-    >>> _listed(range(8)), _listed((0, 2)), _listed((5,))
+    >>> _ranks_in_words(range(8)), _ranks_in_words((0, 2)), _ranks_in_words((5,))
     ('0-7', '0,2', '5')
     """
     if len(ranks) > 1 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:

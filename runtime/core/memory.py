@@ -113,7 +113,6 @@ class SymmetricBuffer:
         return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
 
     def mapped(self, rank: int) -> bool:
-        """Return whether this rank can address rank ``rank``'s memory."""
         return self.peer_bytes[rank].numel() > 0
 
     def view(
@@ -318,7 +317,6 @@ class LocalMemory:
 
 
 def aligned_memory(nbytes: int) -> Array:
-    """Return zeroed memory of this process, aligned as a part has to be."""
     whole: Array = np.zeros(nbytes + DATA_ALIGNMENT, dtype=np.uint8)
     shift = -whole.ctypes.data % DATA_ALIGNMENT
     return whole[shift : shift + nbytes]

@@ -232,7 +232,6 @@ def _area(sequence: int) -> int:
 
 
 def check_size(payload: bytes, rank: int, doing: str) -> None:
-    """Raise ValueError if ``payload`` is too long for one message."""
     if len(payload) > LARGEST_MESSAGE:
         raise ValueError(
             f"rank {rank}: payload of {doing} has {len(payload)} bytes, "
@@ -274,7 +273,6 @@ class Control:
         self.recorder = FlightRecorder(self.record(rank))
 
     def record(self, rank: int) -> memoryview:
-        """Return the memory of ``rank``'s record."""
         return self._bytes[rank][RECORD : RECORD + REGION_BYTES]
 
     @property
@@ -324,7 +322,6 @@ class Control:
         return bytes(self._bytes[peer][area : area + self._header(peer, sequence, 1)])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
-        """Return whether message ``sequence`` of ``peer`` equals ``payload``."""
         area = _area(sequence)
         return (
             self._header(peer, sequence, 1) == len(payload)
@@ -385,9 +382,7 @@ class Control:
         return text.decode(errors="replace")
 
     def says_of(self, rank: int) -> tuple[int, float, str]:
-        """Return for whom ``rank`` waits and since when, as it last published it, and why it aborted the
-        group.
-        """
+        """Return for whom ``rank`` waits, since when, and why it aborted the group, as published last."""
         return said(self._bytes[rank])
 
     def post(self, key: int, card: bytes) -> None:
@@ -436,7 +431,6 @@ class Control:
         return said(self._bytes[rank])[2]
 
     def leave(self) -> None:
-        """Publish that this rank has left the group."""
         self._own.release(_LEFT // 8, 1)
 
     def has_left(self, rank: int) -> bool:

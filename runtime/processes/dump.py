@@ -88,13 +88,11 @@ def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = 
 
 
 def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-    """Record the beginning of an op that is not a message to all ranks of ``group``. Return its number; 0
-    if there is no record."""
+    """Record the beginning of an op that is not a message to all ranks; return its number or 0."""
     return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
 
 
 def ended(group: RecordedGroup, number: int) -> None:
-    """Record the end of the op that :func:`began` recorded."""
     if number and (control := group.control) is not None:
         control.recorder.other_ended(number)
 
@@ -340,7 +338,6 @@ class Blame:
         return "".join(f"; rank {name} waits for {text}" for name, text in known if text)
 
     def awaited(self, rank: int) -> int | None:
-        """Return the rank for which ``rank`` waits in this group, or None."""
         control = self.group.control
         return None if control is None else control.awaited(rank, time.monotonic() - FRESH_SECONDS)
 

@@ -75,8 +75,7 @@ def _inside(module: str | None) -> bool:
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """Return the innermost frame, from ``frame`` outwards, that is not of interlace or torch, and the
-    number of frames inside it."""
+    """Return the innermost frame outside interlace and torch, from ``frame`` outwards, and its depth."""
     depth = 0
     while frame is not None and _inside(frame.f_globals.get("__name__")):
         frame, depth = frame.f_back, depth + 1
@@ -99,8 +98,6 @@ def called_from(function: Callable[[], T]) -> Callable[[], T]:
 
 
 class FlightRecorder:
-    """One rank's record, in ``region``."""
-
     def __init__(self, region: memoryview) -> None:
         self._bytes, self._words = region, region.cast("q")
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
@@ -113,7 +110,6 @@ class FlightRecorder:
         self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
 
     def about(self, identity: object) -> None:
-        """Write who the rank is."""
         text = plain.dumps(identity)
         if 8 + len(text) <= MESSAGES:
             self._bytes[8 : 8 + len(text)] = text
@@ -133,7 +129,6 @@ class FlightRecorder:
     def begins(
         self, ring: int, number: int, one: int, two: int, three: int, four: int, label: int
     ) -> None:
-        """Write entry ``number`` of MESSAGES or OTHERS."""
         at = ring + number % ENTRIES * ENTRY
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
@@ -307,7 +302,6 @@ class RankRecord:
 
     @property
     def name(self) -> int:
-        """Return the rank of the job."""
         return int(self.ranks[self.rank])
 
     @property
@@ -394,7 +388,6 @@ def read_file(path: str) -> list[RankRecord]:
 
 
 def read_foot(data: bytes, source: str) -> list[RankRecord]:
-    """Return the records at the end of ``data``."""
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
         raise plain.UnreadableError(f"{source} is no file of the flight recorder")

@@ -558,15 +558,13 @@ class Roll(Protocol):
         """Count only ``members`` from now on. Raises InterlaceError if the group is closed."""
 
     def said(self, rank: int, word: int) -> int:
-        """Return the last WANTED, ATTEMPT or RESULT of ``rank``. RESULT is twice the attempt, plus 1 if the
-        rank has joined."""
+        """Return the last of these words of ``rank``; RESULT is twice the attempt, plus 1 if it joined."""
 
     def say(self, word: int, value: int) -> None:
         """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
-        """Return the ranks that ended, left or were struck off and will publish nothing more. They include
-        the caller if it was struck off."""
+        """Return the ranks that ended, left or were struck off, maybe with the caller: they say no more."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         """Strike off those of ``ranks`` whose RESULT is less than ``before``."""

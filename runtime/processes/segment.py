@@ -292,5 +292,4 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
         return 0, 0
 
     def array(self, number: int, rank: int) -> Array:
-        """Return another rank's array of range ``number``."""
         return self[number][2][rank - (rank > self._rank)]

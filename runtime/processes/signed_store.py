@@ -40,7 +40,6 @@ def need_secret(rank: int) -> None:
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
-    """Return a digest of ``parts`` that needs ``secret`` to compute."""
     return hmac.digest(secret, b"".join(b"%d:%b" % (len(part), part) for part in parts), "sha256")
 
 

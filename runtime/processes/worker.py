@@ -113,8 +113,7 @@ class OrderedWorker:
                 self._lock.wait_for(lambda: self.unfinished == 0)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the thread and return whether it has ended. Functions that have not started fail; a running
-        one has ``timeout`` seconds."""
+        """End the thread; return whether it did. Queued functions fail, a running one has ``timeout`` s."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -127,7 +126,6 @@ class OrderedWorker:
     def _perform(
         self, future: Future[T], function: Callable[[], T], context: contextvars.Context
     ) -> None:
-        """Run a submitted function, in the thread."""
         try:
             if self._closed:
                 raise AbortedError(f"{self._name} was closed before this op started")

@@ -39,8 +39,7 @@ OWN = "interlace"  # the backend's name if the ranks need no process group of to
 @plain.record
 @dataclass(frozen=True)
 class LinkProtocol:
-    """A straight line: ``latency_us``, and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes``
-    on."""
+    """A line from ``from_bytes`` on: ``latency_us``, and bytes at ``gb_per_s`` (10**9 bytes/s)."""
 
     from_bytes: int
     latency_us: float
@@ -124,7 +123,6 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
 
 
 def _check_fields(facts: dict[str, Any]) -> MeasuredMesh:
-    """Check every field. Raises TypeError, ValueError or KeyError."""
     links = []
     for each in facts["links"]:
         protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
@@ -171,8 +169,7 @@ def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> M
 
 
 def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
-    """Put ``measured`` into ``file``, in place of one of the same mesh and backend. Raises like
-    ``change``."""
+    """Put ``measured`` into ``file``, in place of one of its mesh and backend. Raises like ``change``."""
 
     def change(content: list[MeasuredMesh] | None) -> dict[str, object]:
         key = measured.backend, measured.mesh

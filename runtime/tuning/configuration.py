@@ -238,7 +238,6 @@ def _for_interpreter(**extents: int) -> Configuration:
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
-    """Return few, large tiles for the interpreter."""
     return _for_interpreter(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
 
 
@@ -260,8 +259,7 @@ def choose(
     grouped: bool = False,
     fast_accum: bool = True,
 ) -> Configuration:
-    """Return the default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with
-    overrides."""
+    """Return the default for a ``rows x inner @ inner x columns`` matmul per shard, with overrides."""
     capability, extents = capability_of(place), (rows, columns, inner)
     if capability is None:
         chosen = interpreted_default(*extents)
@@ -385,8 +383,7 @@ def without_effect(configuration: Configuration, capability: int) -> str:
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
-    """Yield ``default``, and variants with other tiles and warps and the largest number of stages, or
-    one less."""
+    """Yield ``default``, and variants with other tiles and warps and as many stages as fit, or one less."""
     yield default
     sizes = (64, 128, 256)
     inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)

@@ -4,11 +4,9 @@ Reading never fails: a file that is damaged, or that another version wrote, is l
 that names it. Writing replaces the whole file under a lock (``FILE.lock``, which stays), and keeps what
 other processes have written meanwhile. Writing over an unreadable file is an error, and the file stays.
 
-This file also defines the tuning cache, which ``interlace tune`` writes and the fused ops read: measured
-rows, by machine.
-
-``INTERLACE_TUNE_CACHE`` names the cache, or is "off"; the default is ``interlace/tune.json`` in the user's
-cache folder. JSON::
+The tuning cache is such a file: rows that ``interlace tune`` has measured, by machine.
+``INTERLACE_TUNE_CACHE`` names it, or is "off"; the default is ``interlace/tune.json`` in the user's cache
+folder. JSON::
 
     {"format": "interlace tuning", "version": 1, "machines": [
         {"device": "NVIDIA H100 80GB HBM3", "place": "cuda", "triton": "3.7.1", "interlace": "0.1.0",
@@ -271,7 +269,6 @@ CacheRows = dict[TunedMachine, list[CacheRow]]
 
 
 def machine(place: str, device: torch.device) -> TunedMachine:
-    """Return the machine of ``device``."""
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -288,7 +285,6 @@ def _cpu_name() -> str:
 
 
 def _parse_rows(whole: dict[str, Any]) -> CacheRows:
-    """Parse all rows, by machine."""
     found: CacheRows = {}
     for each in whole["machines"]:
         rows = [_row(row) for row in each["rows"]]
@@ -357,8 +353,7 @@ def digest(rows: Sequence[CacheRow]) -> str:
 
 
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
-    """Merge ``rows`` into ``file``, in place of rows with the same key and machine. Raises like
-    ``change``."""
+    """Merge ``rows`` into ``file``; rows with the same key and machine go. Raises like ``change``."""
 
     def merge(content: CacheRows | None) -> dict[str, object]:
         found = content or {}

@@ -308,8 +308,7 @@ THRESHOLDS = (
     Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
 )
 
-# The smallest and the largest block. The chosen block is the power of two between them that covers the
-# extent.
+# The smallest and the largest block: the power of two between them that covers the extent is chosen.
 INTERPRETED = {"block_m": (16, 128), "block_n": (16, 128), "block_k": (16, 256), "copy_columns": (16, 1024)}
 INTERPRETED_VALUES = {"copy_rows": 64, "programs": 3}
 # fmt: on

@@ -23,11 +23,8 @@ Plain collectives of few bytes are sent in words that carry their own flags: the
 credit, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends
 near the same size. It was not measured here.
 
-This file also predicts times. A machine has links, with figures measured by ``calibration.py`` or
-from data sheets, and a speed. A known GPU has the figures of its chip. :class:`Machine` predicts whole ops
-for the fusion pass (``interlace/compile/fusion.py``), :func:`fused_us` predicts fused ops by configuration,
-and :func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` uses the measured
-lines. These are closed forms of what ``benchmarks/predict.py`` simulates event by event::
+This file also predicts times, from links that ``calibration.py`` has measured or from data sheets. These
+are closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
     matmul  = max(waves of tiles * time of a tile + chunks of a program * cost of a chunk,
                   bytes read / memory bandwidth)
@@ -236,8 +233,7 @@ def fastest(
     candidates: Iterable[Configuration],
     predicted: Callable[[Chip, Problem, Configuration], float] = fused_us,
 ) -> tuple[Configuration, float]:
-    """Return the candidate that is predicted fastest, if it gains ``WORTH_IT``, else ``default``; and its
-    gain."""
+    """Return the fastest by prediction, ``default`` unless it gains ``WORTH_IT``; and the gain."""
     times = {each: predicted(chip, problem, each) for each in (default, *candidates)}
     chosen = min(times, key=lambda each: times[each])
     base, least = times[default], times[chosen]
@@ -324,8 +320,7 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
 def nearest_cached(
     rows: Sequence[files.CacheRow], problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
-    """Return the nearest row of a cache. An op with a norm and without a row uses the row of the op
-    without."""
+    """Return the nearest row of a cache. An op with a norm uses rows of the op without, if it has none."""
     kind = dtype_name(problem), extents_of(problem)
     for op in dict.fromkeys((problem.op, problem.product)):
         same_kind = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
@@ -433,8 +428,6 @@ def _alternatives(
 
 
 class TunedFormat(Protocol):
-    """A block-scaled format, as far as a problem names it."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -521,10 +514,7 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the cache for an op that is not a matmul: the fastest algorithm, and its kernel's values.
-
-    Both are empty if there is no row.
-    """
+    """The fastest algorithm for an op other than a matmul, and its kernel's values; empty without a row."""
 
     algorithm: str = ""
     values: Overrides = ()
@@ -568,7 +558,6 @@ def _agreement_of(communicator: Communicator, problem: Problem) -> _Agreed:
 def _find_row(
     communicator: Communicator, agreed: _Agreed, problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
-    """Return the nearest row, the same on all ranks."""
     found = nearest_cached(agreed.rows, problem)
     if agreed.asks:
         found = _exchange_parts(communicator, problem.op, found)[0]
@@ -576,8 +565,7 @@ def _find_row(
 
 
 def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
-    """Choose for ``problem`` by ``algorithm``, alike on every rank. Collective at the first call of a
-    kind."""
+    """Choose for ``problem``, alike on all ranks. Collective at the first call of a kind."""
     agreed = _agreement_of(communicator, problem)
     explicit = current().overrides
     key = (problem, algorithm, explicit)
@@ -602,8 +590,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
 
 
 def _exchange_parts(communicator: Communicator, op: str, part: object) -> list[Any]:
-    """Return every rank's ``part``. Raises if a rank refuses the op. It is exchanged once, outside any
-    plan."""
+    """Return every rank's ``part``, outside any plan. Raises if a rank refuses the op."""
     place = communicator.place
     call = Call(op, part=part)
     return communicator.parts(call, lambda call: place.exchange(call.message, call.op))
@@ -646,8 +633,7 @@ LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
-    """Return "fused" or "unfused" for fp8. Chips from 8.9 on have fp8; no kernel sends scales between
-    nodes."""
+    """Return "fused" or "unfused" for fp8. Chips have it from 8.9 on; no kernel sends scales to nodes."""
     if empty or not place.all_mapped:
         return "unfused"
     if place.simulated:

@@ -49,7 +49,6 @@ class Places:
         self._of_instructions: list[tuple[FrameChain, ...]] = []
 
     def read(self, directive: str) -> None:
-        """Read a ``.loc`` directive."""
         found = _LOC.match(directive)
         if not found:
             self._now = {(): None}
@@ -141,14 +140,12 @@ class PtxInstruction:
 
     @functools.cached_property
     def registers(self) -> tuple[str, ...]:
-        """Return all registers of the operands; the result of a load or arithmetic operation comes
-        first."""
+        """Return all registers of the operands, first the result of a load or arithmetic operation."""
         return tuple(_REGISTER.findall(self.operands))
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
-        """Return the registers that a load, an atomic or an arithmetic operation writes: its first
-        operand."""
+        """Return the registers that it writes: the first operand of a load, atomic or arithmetic."""
         first = self.operands.lstrip()
         if first.startswith("["):
             return ()
@@ -166,8 +163,6 @@ class PtxInstruction:
 
 
 class PtxModule:
-    """All functions of a PTX module."""
-
     def __init__(self, ptx: str) -> None:
         places = Places(ptx)
         self.instructions: list[PtxInstruction] = []
@@ -267,7 +262,6 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _open(statement: str) -> str:
-    """Return the statement without leading braces that open or close scopes."""
     return statement.strip().lstrip("{} \t").strip()
 
 

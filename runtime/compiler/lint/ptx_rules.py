@@ -24,8 +24,7 @@ def is_release(one: PtxInstruction) -> bool:
 
 
 def is_acquire(one: PtxInstruction) -> bool:
-    """Return whether it is a load or an atomic that waits. ``acq_rel`` counts: a counter may elect a
-    program."""
+    """Return whether it waits: a load or an atomic. ``acq_rel`` counts: a counter may elect a program."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
     return ordered and one.kind in ("ld", "atom", "multimem") and one.is_global
 

@@ -1,8 +1,5 @@
 """SASS: its instructions, its loops, the rules over it, and all faults of a kernel's IR, PTX and SASS.
 
-All functions here are pure functions over text, so each rule is tested on text that it must flag. The rules
-of memory ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` applies all rules.
-
 The order of loads and waits is checked in the PTX, not in the SASS: ptxas keeps loads after an acquire, and
 the SASS has only the innermost line of inlined calls.
 
@@ -64,8 +61,6 @@ def operations(sass: str) -> tuple[list[Operation], dict[str, int]]:
 
 
 def control_flow(code: list[Operation], labels: dict[str, int]) -> Flow:
-    """Return the control flow: which instruction may run after which."""
-
     def successors(index: int) -> list[int]:
         one, following = code[index], [index + 1][: len(code) - index - 1]
         target = _TARGET.match(one.operands)
@@ -160,8 +155,7 @@ def _bytes(one: Operation) -> int:
 
 
 def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
-    """Return the largest number of loads in flight at once, and the largest number of bytes of one
-    thread."""
+    """Return the largest number of loads in flight at once, and of bytes of one thread."""
     registers: list[tuple[set[int], int]] = []  # of loads that are not used yet; their bytes
     groups: list[list[int]] = [[]]  # bytes of copies into shared memory by group, the last one open
     most = most_bytes = 0
@@ -294,8 +288,7 @@ def find_weakened(program: PtxModule, sass: str) -> list[Fault]:
 
 
 def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list[Fault]:
-    """Apply all rules but those on registers to the first IR, the PTX, and the SASS with line
-    information."""
+    """Apply all rules but those on registers to the first IR, the PTX, and the SASS with its lines."""
     program = PtxModule(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)

@@ -36,8 +36,6 @@ its number is written. Every rank's own board, after a workspace's header, into 
 A row is overwritten NOTES calls later. A rank waits before it overwrites a note that a peer has not
 compared. An area is overwritten two texts later. By then all ranks have noted the call of the text in
 between, so they have finished with the one before.
-
-Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
 """
 
 import hashlib
@@ -150,9 +148,7 @@ class _AgreedCall:
 
 
 class Agreement:
-    """One rank's side, which all ranks make. ``number`` is that of its last call, ``differs`` that of the
-    first mismatch; ``ops`` is the record of the agreed calls.
-    """
+    """One rank's side. ``number``: of its last call; ``differs``: of the first mismatch."""
 
     def __init__(self, processes: Place) -> None:
         self._processes: Any = processes
@@ -224,7 +220,6 @@ class Agreement:
         return answers
 
     def _learn(self, call: Call, answers: list[bytes]) -> None:
-        """Remember the other ranks' answers to this rank's ``call``."""
         digest = self._digests.get(call.message)
         if digest is None:
             return
@@ -275,7 +270,6 @@ class Agreement:
     # -- notes ---------------------------------------------------------------------------------
 
     def _at(self, number: int) -> int:
-        """Return the first word of the row of a call, on rank 0's board."""
         return _ROWS + number % NOTES * _FIELDS * self._world_size
 
     def _note(self, number: int, digest: int, area: int) -> None:
@@ -381,7 +375,6 @@ class Agreement:
         return ready
 
     def _difference(self, peer: int, call: Call, number: int) -> Exception:
-        """Return the error that an exchange would have raised."""
         messages = [call.message] * self._world_size
         try:
             for other in self._peers:

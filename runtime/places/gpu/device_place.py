@@ -1,8 +1,5 @@
 """The base of all places on GPUs: streams, submission, workspaces, residency, and how an op fails.
 
-A subclass defines how memory is allocated (:meth:`DevicePlace._allocate`) and how ranks meet
-(:meth:`DevicePlace.exchange`).
-
 Epochs. An op's epoch is in device memory, and kernels read it there. The host counts along, by
 workspace, as long as it can. From the first graph capture on, a replay can run ops of which the host does
 not know, so then only kernels signal. Until then, streams themselves write epochs (``words_for``). Waits
@@ -377,7 +374,6 @@ class DevicePlace(Place):
         return self._stream_words(), finished + 1
 
     def finished(self, workspace: Workspace) -> None:
-        """Note that the end of the op in ``workspace`` was enqueued."""
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
@@ -386,7 +382,6 @@ class DevicePlace(Place):
 
     @functools.cached_property
     def residency(self) -> Residency:
-        """The object that orders the kernels of this rank's groups where they do not fit together."""
         return residency(self._index, self.program_limit + 1)
 
     @functools.cached_property  # it can be written, which mypy does not know

@@ -136,7 +136,6 @@ class _Compiled:
         return [values[index] if index >= 0 else default for index, default in self._order]
 
     def _nest(self, values: Sequence[object]) -> list[object]:
-        """Return one value per parameter: the values of a tuple as a tuple."""
         nested = list(values)
         for part in reversed(self._tuples):
             nested[part] = [tuple(nested[part])]

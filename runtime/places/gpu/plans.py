@@ -139,7 +139,6 @@ class PlanRecorder:
     def begins(
         self, workspace: Workspace | None, *, pulled: bool = False, words: Counted | None = None
     ) -> None:
-        """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))
         self._items.append([])
         self._open = True
@@ -431,7 +430,6 @@ class Plans:
             place.leave()
 
     def _start_on_stream(self, op: str, call: _Again, outputs: Any) -> Any:
-        """Repeat ``call`` on the group's own stream and return its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
         before, place.asynchronous = place.asynchronous, True
@@ -552,7 +550,6 @@ class Plans:
         return [*tables, *(buffer.peers for buffer in buffers), *memory]
 
     def launched(self) -> None:
-        """Record that the host has enqueued all that it has agreed on."""
         self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:

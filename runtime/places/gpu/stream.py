@@ -61,7 +61,6 @@ class Point:
             self._pool.append(self._event)
 
     def record(self) -> torch.cuda.Event:
-        """Return the CUDA event; record it now if it was not recorded."""
         if self._event is None:
             self._event = self._pool.pop() if self._pool else torch.cuda.Event()
         if not self.recorded:
@@ -169,7 +168,6 @@ class DeviceStream(Stream):
             self._waited[point.target] = point
 
     def follow(self, point: Point) -> None:
-        """Order the next item after ``point``."""
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
@@ -269,7 +267,6 @@ class DeviceStream(Stream):
         self._place.counts(buffer, programs)
 
     def ended(self) -> None:
-        """Note that the end of an op was enqueued here, after all its kernels."""
         self._place.residency.ended(id(self._place), self.target())
 
     # -- order ---------------------------------------------------------------------------------

@@ -177,7 +177,6 @@ class HostsEngine(Engine):
         self._ops.run(call, pieces)
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> list[MakePiece]:
-        """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
         longest = max(outputs, key=torch.Tensor.numel)
 
         def piece(part: slice) -> OpPiece:
@@ -313,12 +312,10 @@ class HostsEngine(Engine):
         return OpPiece(near, sends, receives, after=after, uneven=uneven)
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
-        """Copy ``parts`` to the outputs for ``ranks``."""
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
     def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> list[MakePiece]:
-        """Copy rank ``root``'s ``tensor`` to all ranks."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
         source = self._twin(place, self._mine)

@@ -195,18 +195,14 @@ class HostLinks:
     def start(
         self, on_packet: Callable[[int, Packet], None], on_gone: Callable[[int], None]
     ) -> None:
-        """Begin to listen, once. In a peer's thread, ``on_packet`` is called with its rank and each packet,
-        and ``on_gone`` when the peer is gone."""
+        """Listen, once. A peer's thread calls ``on_packet(peer, packet)``; at its end ``on_gone(peer)``."""
         self._on_packet, self._on_gone = on_packet, on_gone
         self._ticked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def _authenticate(self, secret: bytes, group: str, listening: tuple[object, ...]) -> None:
-        """Make every peer prove once, before anything else, that it knows the job's secret.
-
-        The proof includes the addresses at which it listens for bytes.
-        """
+        """Make every peer prove first that it knows the job's secret; this includes where it listens."""
 
         def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
             text = f"{sender} to {receiver} by {where}"
@@ -366,11 +362,9 @@ class HostLinks:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left the group."""
         return self._closed.is_set()
 
     def has_left(self, peer: int) -> bool:
-        """Return whether ``peer`` has announced that it leaves."""
         return peer in self._left
 
     def check(self) -> None:
@@ -380,7 +374,6 @@ class HostLinks:
         self.check_open()
 
     def check_open(self) -> None:
-        """Raise if this rank has left the group."""
         if self._closed.is_set():
             raise InterlaceError(f"rank {self.rank}: the group is closed")
 
@@ -439,8 +432,7 @@ class HostLinks:
             wires.forget()
 
     def _sever(self) -> None:
-        """Close all connections for packets, as gloo does when a wait times out. A wait for a rank that is
-        gone fails before it can time out, so each rank is tried."""
+        """Close all connections for packets. A wait for a lost rank fails at once, so each is tried."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in self.peers:
             with contextlib.suppress(RuntimeError):

@@ -73,7 +73,6 @@ class SpanningGroup:
         return Patience(self.rank, bound, self.interruption, judge=judge, since=since)
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """Return why a wait for these ranks can never end, or None."""
         self.awaited = waited_for
         if (failure := self._links.failure) is not None:
             return failure
@@ -131,7 +130,6 @@ class FarPipe:
         self._moved, self._total = (0, []), nbytes
 
     def let_go(self) -> None:
-        """Drop the rest of the message."""
         self._memory = None
 
     @property
@@ -212,7 +210,6 @@ class FarBox:
         return not self._unsent
 
     def peek(self) -> Record | None:
-        """Return the next record, if all of it has arrived."""
         while True:
             have = self._last - self._first
             if have >= _RECORD.size:

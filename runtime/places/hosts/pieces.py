@@ -340,8 +340,6 @@ class HostsOps:
         return True
 
     def _callers(self, call: Call) -> Call:
-        """Return ``call`` for a step within the host."""
-
         def make() -> Call:
             made = _CallersCall(call.op, match=call.match, equal_fits=True)
             made.message = call.message
@@ -350,8 +348,7 @@ class HostsOps:
         return self._kept(call.message, make)
 
     def within(self, op: str, *, even: bool = False) -> Call:
-        """Return the call for a later step within the host. ``even``: if the op's messages are equal, all
-        ranks have parts of one size."""
+        """Return the call for a later step in the host; ``even``: equal messages have parts of one size."""
         match = _equal_parts if even and self._equal else None
         doing = f"{self._links.doing} within the host ({op})"
         return self._kept((op, match), lambda: Call(doing, match=match, equal_fits=True))
@@ -393,6 +390,5 @@ def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor."""
     array: Any = bytes_of(tensor).numpy()
     return memoryview(array)

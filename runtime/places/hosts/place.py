@@ -161,7 +161,6 @@ class HostsPlace(CpuPlace):
         return self._of_some(ranks, f"{self._prefix}/{name}", near, over, parent=self)
 
     def _near(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of ``ranks`` on this host, by local rank."""
         return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
@@ -214,7 +213,6 @@ class HostsPlace(CpuPlace):
             self._links.doing = before
 
     def _awaited_rank(self) -> int | None:
-        """Return the rank for which this one waits, or None."""
         if (waiting := self._links.waiting) is not None:
             return waiting[2]
         if self._mail.awaited and len(awaited := self._spanning.awaited) == 1:

@@ -173,7 +173,6 @@ class HostsRoll:
                     self._send(rank)
 
     def lose(self, rank: int) -> None:
-        """Note that ``rank`` is gone."""
         with self._lock:
             if rank not in self._gone:
                 self._gone.add(rank)

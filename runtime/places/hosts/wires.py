@@ -182,7 +182,6 @@ class Wires:
         self._push(peer)
 
     def _push(self, peer: int) -> None:
-        """Give the kernel as many bytes as it accepts."""
         kept, wire = self._kept[peer], self._sockets[peer]
         try:
             while kept:
@@ -218,7 +217,6 @@ class Wires:
                 count -= min(count, len(first))
 
     def drop(self, peer: int, count: int) -> None:
-        """Receive ``count`` bytes and discard them."""
         nowhere = bytearray(min(count, _DROPPED))
         while count > 0:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
@@ -343,7 +341,6 @@ def _see_off(wires: list[socket.socket], until: float) -> None:
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
-    """Receive the next ``count`` bytes."""
     received = b""
     while len(received) < count:
         more = wire.recv(count - len(received))

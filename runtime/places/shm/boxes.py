@@ -116,7 +116,6 @@ class Pipe:
         words[_MOVED], words[_PAST] = 0, past
 
     def let_go(self) -> None:
-        """Drop the rest of the message."""
         self.words[_MEMORY] = 0
 
     @property

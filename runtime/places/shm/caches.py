@@ -64,8 +64,6 @@ class Caches(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """The thresholds, in bytes; see above."""
-
     medium: int
     reduced: int
     slot: int
@@ -80,7 +78,6 @@ class Thresholds(NamedTuple):
 
 @functools.cache
 def own_caches() -> Caches:
-    """Return the caches of the cores that this process may use."""
     return caches(os.sched_getaffinity(0))
 
 
@@ -149,7 +146,6 @@ class RingWrites:
         self._choices: dict[Key, WriteChoice] = {}
 
     def past(self, op: str, count: int) -> bool:
-        """Return whether an ``op`` of ``count`` rounds writes past the caches."""
         return self._table[self._place((op, count.bit_length()))] != 0
 
     def took(self, op: str, count: int, past: bool, seconds: float) -> None:
@@ -171,15 +167,12 @@ class RingWrites:
 
 
 class WriteChoice:
-    """The choice for ops of one kind and size."""
-
     def __init__(self) -> None:
         self._ops = 0
         self._times = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         self._then = 0.0  # the time of the better way when the other was tried last
 
     def past(self) -> bool:
-        """Return whether the next op writes past the caches."""
         if self._ops < len(FIRST):
             return FIRST[self._ops]
         best = self._best()
@@ -190,7 +183,6 @@ class WriteChoice:
         return best != (self._ops % AGAIN == 0 or changed)  # the other way is tried now and then
 
     def took(self, past: bool, seconds: float) -> None:
-        """Note an op that was done in this way."""
         tried = self._ops >= len(FIRST) and past != self._best()
         if tried:
             self._times[past].clear()  # they are out of date

@@ -307,7 +307,6 @@ class HostEngine(Engine):
             rounds.reduce(tensor, op, root, meets=meets)
 
     def _reduce_scatter(self, call: Call, gives: Parts, output: torch.Tensor, op: str) -> None:
-        """Compute ``output`` = the reduction of what all ranks give to this one."""
         key: Key | None
         if isinstance(gives, torch.Tensor):
             extent, addresses = output.nbytes, [gives.data_ptr(), output.data_ptr()]

@@ -57,7 +57,6 @@ _DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 @functools.cache
 def _outcome(source: int) -> Outcome:
-    """Return the outcome of a receive from ``source``."""
     return Outcome(None, None, lambda: source)
 
 
@@ -145,10 +144,7 @@ class Messages:
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
-        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``.
-
-        ``peers``: the ranks for which the caller waits.
-        """
+        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``."""
         # a message that a signal handler begins is moved by the next call
         under_way = [*self._traffic.items()]
         pipes = [t.put for _, t in under_way if t.put is not None and t.leaving]
@@ -575,7 +571,6 @@ class Mail:
     # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> None:
-        """Move messages, unless another thread does so."""
         self._move_for(None, 0.0)
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
@@ -661,7 +656,6 @@ class Mail:
 
     @property
     def awaited(self) -> bool:
-        """Return whether a thread of the caller waits for a message."""
         return bool(self._waiting)
 
     def at_rest(self, function: Callable[[], object]) -> None:

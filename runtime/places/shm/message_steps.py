@@ -71,8 +71,6 @@ _PACKED = [
 
 
 class Listed(Steps):
-    """Steps of one rank, to be run by machine code."""
-
     __slots__ = ("_control", "_rank")
 
     def __init__(self, control: Control, rank: int) -> None:
@@ -113,13 +111,10 @@ class Listed(Steps):
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
 
     def end(self) -> None:
-        """Record the end of the op."""
         self.stamp((self._control.bases[self._rank] + HEADERS + 8 * ENDED, ENTRY_AT))
 
 
 class AtOnce:
-    """Steps of one rank, done at once in Python."""
-
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
         self.op = ""
@@ -260,7 +255,6 @@ class HostSteps:
         return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
-        """Do the steps that ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
@@ -272,7 +266,6 @@ class HostSteps:
         self._run(steps, addresses)
 
     def at_once(self, addresses: Addresses = ()) -> AtOnce:
-        """Return the steps to do now, in Python."""
         steps = self._at_once
         steps.op = self.call.op
         self._fill(steps.memory, addresses)
@@ -283,7 +276,6 @@ class HostSteps:
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _meet(self) -> bool:
-        """Send the message, wait for all others, and compare them."""
         call, control, sequence = self.call, self.control, self.sequence
         if self.machine_code and call.equal_fits:
             return self.meet()

@@ -1,11 +1,8 @@
 """The place ``shm``: one process per rank, all on one host; symmetric memory is memfd mappings.
 
-``processes`` has what it needs of its host: joining, small messages, waiting, the death of peers. Items of
-streams run in the calling thread. Async ops run in one thread per group, in the order of submission.
-
-Streams run every item at once, because a CPU place needs no queue. An op's algorithm is written for streams
-that overlap; here they do not. An item has ended when the call returns, so events are always complete, and
-items run in the order of the calls. If a stream waits for something, a peer must publish it, or this rank
+``processes`` has what it needs of its host: joining, small messages, waiting, the death of peers. Async ops
+run in one thread per group, in the order of submission. Streams run every item at once, in the calling
+thread, so events are always complete. If a stream waits for something, a peer must publish it, or this rank
 must have done so before the wait.
 
 User code may launch kernels in a process of place ``shm`` by ``kernel[grid](...)``. Triton's own
@@ -73,7 +70,6 @@ def route(place: "ShmPlace") -> None:
 
 
 def unroute(place: "ShmPlace") -> None:
-    """From now on, kernels no longer wait for the peers of ``place``. Idempotent."""
     _places[:] = [reference for reference in _places if reference() not in (None, place)]
 
 
@@ -150,8 +146,6 @@ os.register_at_fork(after_in_child=_places.clear)
 
 
 class CompletedEvent(Event):
-    """A point that has been reached."""
-
     def is_completed(self) -> bool:
         return True
 

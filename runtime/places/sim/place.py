@@ -198,8 +198,6 @@ class SimWorld:
 
 
 class SimEvent(Event):
-    """An event that completes when its stream reaches it."""
-
     def __init__(self, place: "SimPlace", *, completed: bool = False) -> None:
         self._place = place
         self.completed = completed
@@ -350,7 +348,6 @@ class SimStream(Stream):
 
 
 def _epoch(workspace: Workspace) -> int:
-    """Return the epoch of the op that runs now on the workspace's channel."""
     return int(workspace.header(workspace.rank)[EPOCH_WORD]) + 1
 
 
@@ -537,7 +534,6 @@ class SimPlace(Place):
         return self.host_point() if stream is None else stream.record()
 
     def host_point(self) -> Event:
-        """Return an event after all earlier work of the host."""
         event = SimEvent(self, completed=True)
         self._observer.on_record(self._scheduler.current, event)
         return event
@@ -550,7 +546,6 @@ class SimPlace(Place):
             stream.wait_event(event)
 
     def hold_host(self, event: Event, waiting_for: str) -> None:
-        """Block the user task until ``event``."""
         if not event.is_completed():
             self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
         self._observer.on_wait_event(self._scheduler.current, event)

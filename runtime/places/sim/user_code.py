@@ -76,7 +76,6 @@ class RankGlobals:
 
 
 def _find_objects(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
-    """Return all objects with contents in ``modules``, and in ``more``."""
     names = {module.__name__ for module in modules}
     cells: dict[int, object] = {id(sys.modules): None}  # all ranks share it
     waiting: list[object] = [*more, *modules]
@@ -177,7 +176,6 @@ class UserStream(SimStream):
 
     @property
     def busy(self) -> bool:
-        """Whether an item is enqueued or running."""
         return self._busy
 
     def _enqueue(
@@ -206,7 +204,6 @@ class UserStream(SimStream):
         self._enqueue(f"wait for the value {value}", item)
 
     def synchronize(self) -> None:
-        """Block the host until all enqueued items have ended."""
         self.record().synchronize()
 
     @contextmanager
@@ -232,7 +229,6 @@ class UserStreams:
         self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
 
     def add(self, place: SimPlace) -> UserStream:
-        """Add a stream to the rank of ``place``, and return it."""
         streams = self._of_rank[place.global_rank]
         stream = UserStream(place, str(len(streams)))
         stream.number = len(streams)

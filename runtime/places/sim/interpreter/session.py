@@ -469,12 +469,10 @@ def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
 
 
 def chosen(pointers: Handle, mask: Mask) -> Numbers:
-    """Return for each pointer whether the mask is set."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
 def as_mask(chosen: Numbers) -> TensorHandle:
-    """Return the handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 

@@ -113,7 +113,6 @@ def block_of(dtype: tl.dtype, kind: tl.block_type) -> tl.block_type:
 
 
 def _type_in_shape(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
-    """Return the type of elements of ``dtype`` in the shape of ``model``."""
     kind = model.type
     if kind.__class__ is not tl.block_type:
         return dtype
@@ -360,7 +359,6 @@ def _numbers(pointer: tl.tensor) -> tl.dtype | None:
 
 
 def _same_shape(left: tl.tensor, right: tl.tensor) -> bool:
-    """Return whether ``right`` is a tensor of the shape of ``left``."""
     return (
         right.__class__ is tl.tensor
         and left.handle.data.shape == right.handle.data.shape

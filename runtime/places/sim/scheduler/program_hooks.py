@@ -217,10 +217,7 @@ class ProgramHooks:
     def asynchronous(
         self, pointers: Handle, mask: Mask, perform: Perform, *, value: object, does: str
     ) -> Any:
-        """Do an asynchronous access at its end; observers know of it since its start.
-
-        ``value``: the value that it stores.
-        """
+        """Do an asynchronous access, which may store ``value``, at its end; observers know of its start."""
         task, writes = self.current, does != "loads"
         mask = self._check.allowed(task, pointers, mask, does, writes=writes, atomic=False)
         if self.buffers is not None:
@@ -241,10 +238,7 @@ class ProgramHooks:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """Launch a kernel on the running task's current stream.
-
-        If user code has no streams, the task goes on when the kernel has ended.
-        """
+        """Launch a kernel on the running task's stream; without streams of user code wait for its end."""
         task = self.current
         name = kernel.__name__
         warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
@@ -325,10 +319,7 @@ class ProgramHooks:
         task.known[read.addresses] = read.values
 
     def spin(self, reads: Sequence[Read]) -> bool:
-        """Suspend a program with distinguished threads, which waits in a loop; ``reads``: all its reads.
-
-        Returns whether one of them has changed since.
-        """
+        """Suspend a program that waits in a loop; return whether one of its ``reads`` has changed since."""
         if self.inside and self.block_polls:
             return self._block_on_memory(self.current, reads, None)
         return True

@@ -242,7 +242,6 @@ class _Trace:
 
 
 def title_of(span: RecordedSpan) -> str:
-    """Return the span in words."""
     if span.label:
         return span.label
     return {
