@@ -153,13 +153,11 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
 
 
 def inputs(condition: str) -> list[str]:
-    """Return names of the numbers and lists in a condition."""
     words = condition.translate(str.maketrans("()", "  ")).split()
     return sorted({word for word in words if word.isidentifier()} - {"len", "max", "min"})
 
 
 def _after(v: Any, byte: int) -> int:
-    """Return the next multiple at which a region of data begins."""
     return ceil_div(byte, v.DATA_ALIGNMENT) * int(v.DATA_ALIGNMENT)
 
 

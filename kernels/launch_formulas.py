@@ -17,15 +17,11 @@ Line = list[int]
 
 
 def ceil_div(total: int, part: int) -> int:
-    """Return the number of parts of ``total``; the last may be short."""
     return -(-total // part)
 
 
 def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
-    """Return the programs of a persistent grid: no more than tiles, and than are resident.
-
-    ``reserved`` programs of the grid do something else.
-    """
+    """Return the programs of a persistent grid; ``reserved`` ones of them do something else than tiles."""
     return reserved + max(1, min(resident - reserved, tiles))
 
 
@@ -55,7 +51,6 @@ def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -
 
 
 def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
-    """Return the data region of a gather: all ranks' rows."""
     return sum(rows) * row_bytes
 
 
@@ -189,10 +184,7 @@ def expert_segment_lines(
 def expert_send_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int, chunk_size: int
 ) -> list[Line]:
-    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ.
-
-    The chunks of a segment have their own slots: ``kernels/experts/grouped_matmul.py`` explains why.
-    """
+    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ."""
     total = len(splits) // world_size
     lines = []
     for step in range(1, world_size):

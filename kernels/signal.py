@@ -282,10 +282,7 @@ def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
 
 @triton.jit
 def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
-    """Return the payload of this rank's words (``flagged_words.py``), and how many have not arrived.
-
-    Relaxed, like :func:`store_words`: data and flag are one 64-bit word, so no ordering is needed.
-    """
+    """Return the payload of this rank's words (``flagged_words.py``), and how many have not arrived."""
     flag = (epoch & 0xFFFFFFFF).to(tl.int32)
     if COMPILED:
         payload, absent = tl.inline_asm_elementwise(

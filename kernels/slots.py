@@ -95,10 +95,7 @@ def wait_credits(peers, epoch):
 
 @triton.jit
 def publish_turn(peers, peer, slot_byte, first, end, programs, epoch):
-    """Publish this program's tiles ``first``, ``first + programs`` ... below ``end`` at ``peer``.
-
-    Tile t has the slot at ``slot_byte + t * 8``.
-    """
+    """Publish this program's tiles ``first``, ``first + programs`` ... below ``end`` at ``peer``."""
     for begin in range(first, end, programs * _TOGETHER):
         tile = begin + tl.arange(0, _TOGETHER) * programs
         publish_slots(peer_pointer(peers, peer, slot_byte + tile * 8), tile < end, epoch)

@@ -54,7 +54,6 @@ def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return which of ``BLOCK`` elements of rows ``offs_m`` exist, for heads of ``SIZE``."""
     return (offs_m < rows)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
 
 

@@ -53,7 +53,6 @@ def block_epoch(peers, epochs_offset, block):
 
 @triton.jit
 def _word_bytes(lot, world_size, source, WORDS: tl.constexpr):
-    """Return byte offsets of a block's words from ``source``, in every rank's memory."""
     block = lot.block.to(tl.int64)
     region = ((block * 2 + lot.epoch % 2) * world_size + source) * WORDS
     return lot.offset + (region + tl.arange(0, WORDS)) * 8

@@ -37,10 +37,7 @@ def float_region(peers, byte_offset):
 
 @triton.jit
 def wait_node(peers, node, slot_byte, slots_each, epoch):
-    """Wait for the contribution of every rank of the node; return how many are missing after a timeout.
-
-    ``slot_byte`` is the first member's slot; member i has it ``i * slots_each`` later.
-    """
+    """Wait for the contribution of every rank of the node; return how many are missing after a timeout."""
     missing = tl.zeros((), tl.int32)
     for first in range(0, node.num_members, _TOGETHER):
         member = first + tl.arange(0, _TOGETHER)

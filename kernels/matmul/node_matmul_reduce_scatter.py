@@ -158,7 +158,6 @@ def tile_element(number, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return offsets of rows ``part * SLICE`` and on within a tile of partial sums."""
     rows = part * SLICE + tl.arange(0, SLICE)
     return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 

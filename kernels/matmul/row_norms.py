@@ -157,7 +157,6 @@ def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
 
 @triton.jit
 def normed(block, mean, deviation, TAIL: tl.constexpr):
-    """Return y of one block of ``load_blocks``, in fp32."""
     _, _, x, weight, bias = block
     y = (x.to(tl.float32) - mean[:, None]) * deviation[:, None]
     if TAIL.NORM_WEIGHT:
@@ -193,10 +192,7 @@ _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 @triton.jit
 def wait_rows(workspace, tile_m, tiles_m, tiles_n, epoch, TILES: tl.constexpr):
-    """Wait until the tiles of all columns have arrived from every source, for rows of ``tile_m``.
-
-    Return 0, or the number of missing tiles after a timeout.
-    """
+    """Wait for the tiles of all columns from every source, for rows of ``tile_m``; return how many miss."""
     missing = tl.zeros((), tl.int32)
     for first in range(0, workspace.world_size * tiles_n, _SLOTS):
         number = first + tl.arange(0, _SLOTS)
@@ -235,7 +231,6 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
 
 @triton.jit
 def _send(workspace, byte, like_ptr, offsets, tile, mask):
-    """Store a tile at ``offsets`` of the region of every peer that begins at ``byte``."""
     # The next rank first, so that no rank is the target of all others at once.
     for step in range(1, workspace.world_size):
         peer = (workspace.rank + step) % workspace.world_size

@@ -17,10 +17,7 @@ on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, obje
 
 
 def as_op(function: Callable[..., object], name: str) -> Callable[..., object]:
-    """Return ``function`` with what torch reads when it defines an op during a run, or visits all used ops.
-
-    These are the overload, its name, and the names of overloads (from 2.13 on, overloads).
-    """
+    """Return ``function`` with what torch reads when it defines an op in a run, or visits all used ops."""
     attributes = {"default": function, "_qualified_op_name": name, "_op": function}
     vars(function).update(attributes, overloads=list, op_overloads=list)
     return function

@@ -49,7 +49,6 @@ def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None
 
 
 def read(file: pathlib.Path) -> Measurement | None:
-    """Return the cached measurement, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, LookupError, ValueError, TypeError):
         values = json.loads(file.read_bytes())
         found = Measurement(**{**values, "descriptors": tuple(values["descriptors"])})

@@ -163,7 +163,6 @@ class Fork:
     said: IO[bytes]
 
     def end(self) -> Measurement:
-        """Return its measurement, once it has one, or the error if it ended without."""
         data = self.answer.read()
         self.answer.close()
         _, status = os.waitpid(self.pid, 0)

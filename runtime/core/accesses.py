@@ -41,7 +41,6 @@ def origin_of(handle: Handle) -> Any:
 
 
 def with_origin(kind: Any, origin: Any) -> Any:
-    """Return a copy of the pointer type ``kind`` with this origin, or with none."""
     copied_kind = copy.copy(kind)
     copied_kind.origin = origin
     return copied_kind

@@ -313,10 +313,7 @@ class Communicator:
         peer: int | None = None,
         tag: int = 0,
     ) -> Work:
-        """Let the engine send or receive ``tensor``; never block, in any order of calls.
-
-        ``start`` knows ``peer`` and ``tag``; they are passed for hooks.
-        """
+        """Let the engine send or receive ``tensor``; never block, in any order of calls."""
         if self.hooks.watching:
             return self.hooks.transfer(call, start, tensor, peer, tag)  # type: ignore[no-any-return]
         if self._closed or self._out_of_step:

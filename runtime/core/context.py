@@ -25,7 +25,6 @@ class OpRanges:
         self.names: list[str] = []
 
     def begin(self, algorithm: str) -> None:
-        """Open the range of ``algorithm``, which lasts until the launch side ends."""
         self.names.append(f"{self._op}:{algorithm}")
         self._open.enter_context(profile_range(self.names[-1]))
 

@@ -20,12 +20,6 @@ all to a root, alike   gather        reduce
 a root to all, alike   broadcast
 a root to all          scatter
 =====================  ============  ==============
-
-================  ===============================================================================
-``places/shm``    processes of one host: shared memory, torch operators, no Triton
-``ops``           everywhere else: copies, signals and sums on a rank's streams; within and between nodes
-``places/hosts``  processes of several hosts: the engine of ``shm`` within, TCP between
-================  ===============================================================================
 """
 
 import functools
@@ -96,8 +90,6 @@ class Engine(ABC):
 
         ``gives`` as in :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
         """
-
-    # -- layouts -------------------------------------------------------------------------------
 
     def all_gather(self, call: Call, outputs: Parts, input: torch.Tensor) -> Event | None:
         """Set ``outputs[r]`` to rank r's ``input``."""

@@ -151,7 +151,6 @@ class OpHooks:
         return handle
 
     def watch(self) -> None:
-        """See ops from the next one on, for as long as there are hooks or a profile."""
         self.watching = not self._within
 
     def named(self, op: str, start: Start) -> Start:
@@ -175,8 +174,6 @@ class OpHooks:
     def transfer(self, call: Call, start: object, *given: object) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
-
-    # -- an op -------------------------------------------------------------------------------------
 
     def _call(self, op: str, named: Iterable[tuple[str, object]]) -> HookedOp:
         self._count += 1

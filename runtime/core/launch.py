@@ -26,8 +26,6 @@ SMALL = 1 << 31  # numbers below have 32 bits
 
 
 class KernelFunction(Hashable, Protocol):
-    """A function of Triton: compiled for a GPU, interpreted on a CPU."""
-
     fn: Callable[..., object]
     __name__: str
 
@@ -76,7 +74,6 @@ def outside_name(path: str) -> str:
 
 
 def outside(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return single values by their names in a bundle."""
     inside = leaves(arguments)
     named = {outside_name(path): value for path, value in inside.items()}
     assert len(named) == len(inside), f"two fields have the same name in a bundle: {[*inside]}"

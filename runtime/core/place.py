@@ -302,7 +302,6 @@ class UserKernels(PlaceRank):
         return
 
     def owns(self, memory: LocalMemory) -> bool:
-        """Return whether this rank made ``memory``, in this run."""
         return False
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:

@@ -180,7 +180,6 @@ class Work(TorchWork):
         return future
 
     def _ordered_future(self) -> torch.futures.Future[Any] | None:
-        """Return a future that orders streams, if the op was enqueued on streams."""
         outcome = self._outcome
         if outcome is None or not outcome.done() or outcome.exception() is not None:
             return None

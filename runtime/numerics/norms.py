@@ -127,5 +127,4 @@ SLOPES = {"": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Apply the activation ``name`` to ``x`` with torch; "" returns ``x``."""
     return _FUNCTIONS[name](x)

@@ -151,9 +151,7 @@ class CoreSpread:
 
     If one core runs more ranks than another, a rank moves. A waiting rank keeps its core busy (politely),
     so an operating system that counts busy threads may leave three ranks on one core and one on the other
-    for a long time. Each op then takes as long as three ranks on one core (4 ranks on 2 cores, all_reduce
-    of 16 MiB: 12.1 ms, and 8.2 ms with two ranks on each; November 2026). Only the ranks know that they
-    work in step.
+    for a long time (docs/explanation/performance.md has times). Only the ranks know that they work in step.
 
     Each rank publishes now and then on which core it runs. If a move makes the distribution more even, the
     last rank on the fullest core moves to the emptiest one. A move is a nudge: the thread is bound to the
@@ -227,7 +225,6 @@ HEADERS = RECORD + MESSAGES  # the messages' entries of the record
 
 
 def _area(sequence: int) -> int:
-    """Return the offset of message ``sequence`` in a segment."""
     return _AREAS + (sequence & 1) * AREA
 
 
@@ -343,7 +340,6 @@ class Control:
         return self.bases[peer] + _DATA
 
     def waits(self, rank: int, now: float) -> None:
-        """Publish that this rank waits for ``rank``."""
         self.own_view[_WAITS // 8] = 1 + rank
         _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
 
@@ -368,7 +364,6 @@ class Control:
         return self.words[rank].acquired(CLAIM)
 
     def see(self, circle: int) -> None:
-        """Publish that this rank has seen the circle with this hash."""
         self._own.release(SEEN, circle)
 
     def seen(self, rank: int) -> int:
@@ -422,7 +417,6 @@ class Control:
                 words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
-        """Return the rank that aborted the group and its reason, or None."""
         word = self._own.acquired(ABORTED)
         return (word - 1, self.reason(word - 1)) if word else None
 

@@ -133,7 +133,6 @@ class FlightRecorder:
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
     def ended(self, number: int) -> None:
-        """Record that the op of message ``number`` has ended."""
         self._words[(MESSAGES >> 3) + number % ENTRIES * ENTRY_WORDS + ENDED] = _now()
 
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
@@ -207,7 +206,6 @@ class FlightRecorder:
         _WORD.pack_into(self._bytes, LOG, self._generation)
 
     def _put(self, text: bytes) -> int:
-        """Append ``text`` to the log and return its offset."""
         if (found := self._placed.get(text)) is not None:
             return found
         at = TEXTS + self._at
@@ -217,8 +215,6 @@ class FlightRecorder:
         self._at, self._room = self._at + 2 + len(text), self._room - 2 - len(text)
         return offset
 
-
-# -- reading -----------------------------------------------------------------------------------
 
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
@@ -316,7 +312,6 @@ class RankRecord:
 
     @property
     def transfers(self) -> list[PastOp]:
-        """Return the ops between two ranks, in order."""
         return sorted((op for op in self.others if op.peer >= 0), key=lambda op: op.number)
 
 

@@ -190,7 +190,6 @@ class Rendezvous:
         return moved
 
     def hung_up(self, peers: Collection[int]) -> list[int]:
-        """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
         known = {peer: self._connections.get(peer) for peer in peers}
         ranks = {found.fileno(): peer for peer, found in known.items() if found is not None}
@@ -290,7 +289,6 @@ class Rendezvous:
 
 
 def _uid(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
@@ -512,7 +510,6 @@ def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
 
 
 def _card(raw: bytes) -> SocketCard:
-    """Parse a card of the store: the process id and the address of one rank."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
         raise UnreadableError(

@@ -75,7 +75,6 @@ class Identity(NamedTuple):
 
     @classmethod
     def unpack(cls, header: bytes) -> Identity:
-        """Parse the identity in a header, or in a message that announces it."""
         if len(header) < _HEADER.size:
             raise InterlaceError(f"{len(header)} bytes are no header of shared memory")
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])

@@ -176,10 +176,7 @@ def ends() -> float:
 
 
 def close_at_exit(member: Member, instead_of: Member | None = None) -> None:
-    """Close ``member`` when the process ends, before the members that were registered earlier.
-
-    ``member`` closes ``instead_of`` itself, if that is given.
-    """
+    """Close ``member`` at the process's end, before earlier members; it closes ``instead_of`` itself."""
     for number, other in list(_members.items()):
         if other is instead_of:
             del _members[number]

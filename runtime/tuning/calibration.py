@@ -1,9 +1,8 @@
 """Measured times of collectives on this machine, as lines over bytes, by mesh, dimension and op.
 
-``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and the costs
-of ``interlace.tensor`` read them. There is one file per machine. ``INTERLACE_CALIBRATION`` names it, or is
-"off". The default is ``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, where XXXXXXXX is
-a digest of the machine's name. JSON::
+``python -m interlace calibrate`` writes them (docs/how-to/train/tensor.md). ``tuning.py``,
+``interlace.compile.calibrated`` and the costs of ``interlace.tensor`` read them. XXXXXXXX in the file's
+name is a digest of the machine's name. JSON::
 
     {"format": "interlace calibration", "version": 1, "device": "Intel(R) Xeon(R) Processor, 2 cores",
      "meshes": [{"backend": "interlace", "mesh": [2], "date": "2026-11-22", "torch": "2.13.0",

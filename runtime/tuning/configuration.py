@@ -323,9 +323,6 @@ def choose_attention(
     return with_overrides(chosen)
 
 
-# -- limits ----------------------------------------------------------------------------------------
-
-
 def shared_needed(configuration: Configuration, itemsize: int, capability: int = 90) -> int:
     """Return the bytes for the operands of all stages and for the part of a tile that is stored at once.
 

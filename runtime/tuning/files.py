@@ -1,12 +1,7 @@
 """Files of measurements on this machine, as JSON: found, read, and replaced under a lock.
 
-Reading never fails: a file that is damaged, or that another version wrote, is left alone, with one warning
-that names it. Writing replaces the whole file under a lock (``FILE.lock``, which stays), and keeps what
-other processes have written meanwhile. Writing over an unreadable file is an error, and the file stays.
-
-The tuning cache is such a file: rows that ``interlace tune`` has measured, by machine.
-``INTERLACE_TUNE_CACHE`` names it, or is "off"; the default is ``interlace/tune.json`` in the user's cache
-folder. JSON::
+Reading never fails, and writing keeps what other processes have written meanwhile: docs/how-to/gpu/tune.md
+says what happens to files that cannot be read. The cache of ``interlace tune`` is such a file. JSON::
 
     {"format": "interlace tuning", "version": 1, "machines": [
         {"device": "NVIDIA H100 80GB HBM3", "place": "cuda", "triton": "3.7.1", "interlace": "0.1.0",
@@ -299,7 +294,6 @@ FILE = MeasuredFile("tune", "tuning cache", FORMAT, VERSION, VARIABLE, _parse_ro
 
 
 def path() -> pathlib.Path | None:
-    """Return the cache's path, or None if it is off."""
     return FILE.path(lambda: "tune.json")
 
 

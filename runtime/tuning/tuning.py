@@ -1,27 +1,13 @@
 """The choice of algorithm and configuration for a fused op: looked up, predicted, or the default.
 
-The first source with an answer decides. ``docs/how-to/gpu/tune.md`` lists the sources in their order, and
-says what a bucket is: explicit values, an exact row, a row of a near bucket, the cost model, the default.
+``docs/how-to/gpu/tune.md`` lists the sources in their order, and says what a bucket is and how ranks agree
+if their caches differ. All ranks must choose the same: they agree on the problem before, the arithmetic is
+exact, and the table is part of the package. Calibrations are exchanged whole, and rank 0's counts.
 
-All ranks must choose the same. They agree on the problem before; the arithmetic is exact; the table is part
-of the package. Things that may differ are exchanged once per group: the chip (if ranks have several kinds,
-all use tiles that run on any) and a digest of the cache's rows for this machine. If digests differ, rank 0
-is asked once per problem, and its row counts on all ranks, with a warning. So a file that is deleted or
-written meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
-
-Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for. They are rows of
-``table.py``; a row for the shape of a call comes before them. In ``sim`` it is always the kernel, because
-``sim`` exists to run kernels. On GPUs, fusing loses to the plain sequence if an output has too few rows to
-overlap anything.
-
-On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
-all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on, and up to 23 % slower
-below 4 MiB. Unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes,
-because one large torch.mm beats one per owner.
-
-Plain collectives of few bytes are sent in words that carry their own flags: they wait for no signal and no
-credit, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends
-near the same size. It was not measured here.
+Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for, unless there is a
+row for the shape of a call. In ``sim`` it is always the kernel, because ``sim`` exists to run kernels. On
+CPUs, unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes, because one
+large torch.mm beats one per owner (2 and 4 ranks on 2 cores, float32, 2026-11-20).
 
 This file also predicts times, from links that ``calibration.py`` has measured or from data sheets. These
 are closed forms of what ``benchmarks/predict.py`` simulates event by event::
@@ -284,10 +270,7 @@ def distance(a: Bucket, b: Bucket) -> int:
 
 
 def dtype_name(problem: Problem) -> str:
-    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``.
-
-    For packed rows it is the name of their format.
-    """
+    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``."""
     if problem.format:
         return problem.format
     name = str(problem.dtype).removeprefix("torch.")
@@ -435,7 +418,6 @@ class TunedFormat(Protocol):
 
 
 def tuned_as(format: TunedFormat | None) -> dict[str, Any]:
-    """Return the terms of a problem that describe operands in that format."""
     return {} if format is None else {"fast_accum": format.fast_accum, "format": format.name}
 
 
@@ -530,10 +512,7 @@ UNMEASURED = Measured()
 def measured_choice(
     communicator: Communicator, problem: Problem, algorithm: str = "auto"
 ) -> Measured:
-    """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise.
-
-    The simulator always runs kernels, even if another algorithm is faster.
-    """
+    """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise."""
     agreed = _agreement_of(communicator, problem)
     key = ("measured", problem, algorithm)
     found = agreed.chosen.get(key)

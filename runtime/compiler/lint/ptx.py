@@ -72,7 +72,6 @@ class Places:
         self._fresh = {}
 
     def along(self, flow: Flow) -> list[FrameChain]:
-        """Return the chain of each instruction, given the control flow."""
         chains: list[FrameChain] = [()] * len(self._of_instructions)
         before: list[set[FrameChain]] = [set() for _ in chains]
         for index in flow.order:  # the chain after a backward jump is not known yet
@@ -100,7 +99,6 @@ class Places:
 
 
 def _calls_in_common(one: FrameChain, other: FrameChain) -> int:
-    """Return how many calls two chains have in common, counted from the kernel."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -18,7 +18,6 @@ _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 
 def is_release(one: PtxInstruction) -> bool:
-    """Return whether it is an atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
     return ordered and one.kind in ("atom", "red", "st", "multimem") and one.is_global
 

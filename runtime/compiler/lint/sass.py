@@ -208,7 +208,6 @@ def spills(counts: Counter[str]) -> int:
 
 
 def find_spills(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
-    """Return a fault if an architecture that should need no stack uses it."""
     if arch not in STRICT_ARCHES or not (stack or spill_instructions):
         return []
     message = f"{stack} bytes of stack, {spill_instructions} spill instructions"
@@ -216,7 +215,6 @@ def find_spills(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
 
 
 def too_much_shared(arch: int, shared: int) -> list[Fault]:
-    """Return a fault if a program needs more shared memory than there is: the launch would fail."""
     most = shared_bytes(arch)
     if shared <= most:
         return []

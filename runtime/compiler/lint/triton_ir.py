@@ -75,7 +75,6 @@ class TritonIR:
         return dots
 
     def dropped_waits(self, program: PtxModule) -> list[Fault]:
-        """Find waits that are not in ``program``, the PTX of this module."""
         kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
         lines = {(frame.path, frame.line) for frame in kept}
         unplaced = any(frame.line == 0 for frame in kept)
@@ -118,7 +117,6 @@ class TritonIR:
         return " = tt.load " in text or _STRONGER.search(text) is not None
 
     def _with_callee(self, line: str) -> str:
-        """Return ``line``, or the body of the function that it calls."""
         if call := re.search(r"= tt\.call @([^(]+)\(", line):
             called = f"@{call.group(1)}("
             starts = (

@@ -62,15 +62,10 @@ from interlace.runtime.processes.recorder import ENTRIES
 class OpRecord:
     """The ops of one rank in the record of its host's ranks, which outlives the rank: ``recorder.py``.
 
-    An op begins in the record when the host asks the others about it, or, if it knows their answers, with
-    the first part that it enqueues. It has ended when the device says so: the device writes EPOCH in the
-    header of the workspace in which the op's last part was enqueued, and the watchdog copies it to the host
-    while anything is in flight. So ends are recorded up to 0.1 s late. The rank for which a wait timed out
-    also comes from the device, from the status record of that header.
-
-    From the first graph capture on, a replay may increment an EPOCH that this host has not enqueued. Then
-    no end of an op is recorded any more, except of ops that enqueue nothing. ``processes``: the place
-    without the GPU.
+    docs/how-to/run/record.md says when an op begins and ends there. The device writes EPOCH in the header
+    of the workspace in which the op's last part was enqueued, and the watchdog copies it to the host. From
+    the first graph capture on, a replay may increment an EPOCH that this host has not enqueued. So then
+    only ops that enqueue nothing have an end. ``processes``: the place without the GPU.
     """
 
     def __init__(self, processes: Any) -> None:
@@ -175,8 +170,6 @@ class Agreement:
         self._lock = threading.Lock()
         self.ops = OpRecord(processes)
 
-    # -- the two ways of a call ----------------------------------------------------------------
-
     def agree(self, call: Call) -> list[bytes]:
         """Return every rank's message of ``call``, by rank; the caller compares them. Collective."""
         message = call.message
@@ -196,7 +189,6 @@ class Agreement:
         return known.answers
 
     def _next(self, doing: str, compared: tuple[_AgreedCall, Call] | None) -> int:
-        """Return the number of the next call, and note what it is to be compared with."""
         number = self.number + 1
         if number > self._room:
             self._make_room(number, doing)
@@ -266,8 +258,6 @@ class Agreement:
                 self._heard[peer][theirs] = answers[peer]
         self._waited = 0
         return answers
-
-    # -- notes ---------------------------------------------------------------------------------
 
     def _at(self, number: int) -> int:
         return _ROWS + number % NOTES * _FIELDS * self._world_size
@@ -339,8 +329,6 @@ class Agreement:
             f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
             f"than that of rank {self._rank}"
         )
-
-    # -- afterwards ----------------------------------------------------------------------------
 
     def mismatch(self) -> Exception | None:
         """Compare the peers' new notes. Callable from any thread; never waits."""

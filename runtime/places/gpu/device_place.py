@@ -173,8 +173,6 @@ class DevicePlace(Place):
         self._side: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
 
-    # -- memory --------------------------------------------------------------------------------
-
     @abstractmethod
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         """Allocate zeroed symmetric memory, which every rank may write once this returns. Collective."""
@@ -216,8 +214,6 @@ class DevicePlace(Place):
         """
         return self.exchange(call.message, call.op)
 
-    # -- where the caller is -------------------------------------------------------------------
-
     def caller(self) -> StreamTarget:
         """Return the caller's current CUDA stream, and the graph capture that it is in."""
         if self._caller is not None:
@@ -241,7 +237,6 @@ class DevicePlace(Place):
             self.leave()
 
     def enter(self) -> None:
-        """Keep the caller's present stream until :meth:`leave`."""
         self._caller = self.caller()
 
     def leave(self) -> None:
@@ -253,8 +248,6 @@ class DevicePlace(Place):
         if start is not None and start.target == target:
             start.record()
             self._start = None
-
-    # -- streams -------------------------------------------------------------------------------
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         urgent = priority or self.high_priority
@@ -359,8 +352,6 @@ class DevicePlace(Place):
                 return
             self._in_flight.popleft()
 
-    # -- signals of streams --------------------------------------------------------------------
-
     def _stream_words(self) -> driver.Driver | None:
         """Return the driver with which this rank's streams write words; None if they cannot or must not."""
         return driver.stream_words(self._index)
@@ -392,8 +383,6 @@ class DevicePlace(Place):
 
     def poll_limit(self) -> int:
         return int(self._poll_seconds * POLLS_PER_SECOND)
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
         if self.failure is not None:

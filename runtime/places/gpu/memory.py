@@ -91,8 +91,6 @@ class MemoryRefused(Exception):
 
 
 class ExchangeStore(Store):
-    """A store for torch's rendezvous, by rounds of ``exchange``; see the module's docstring."""
-
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self._exchange = exchange
@@ -241,9 +239,6 @@ def cupy() -> Any:
             "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
         ) from error
     return cupy
-
-
-# -- CUDA IPC ----------------------------------------------------------------------------------
 
 
 class _Exported:

@@ -212,7 +212,6 @@ class _Where:
         raise LookupError
 
     def is_whole(self, result: object) -> bool:
-        """Return whether the call returns one dense tensor that covers all of its storage."""
         return (
             isinstance(result, torch.Tensor)
             and result.is_contiguous()
@@ -322,8 +321,6 @@ _MISSED: Any = object()
 
 @dataclass(slots=True)
 class _Again:
-    """A call that is made again: its plan, its tensors and their addresses."""
-
     kind: object
     plan: Plan
     arguments: Tensors
@@ -542,7 +539,6 @@ class Plans:
         return answers
 
     def lasting_tensors(self) -> Tensors:
-        """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
         memory = [part for buffer in buffers for part in buffer.peer_bytes]
@@ -553,7 +549,6 @@ class Plans:
         self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:
-        """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
         self.launched()
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:

@@ -60,7 +60,6 @@ class Watchdog:
         self._headers: list[tuple[SymmetricBuffer, torch.Tensor]] = []
 
     def look_after(self) -> None:
-        """Wake the watchdog, because work was enqueued."""
         if self._wanted.is_set():
             return
         self._wanted.set()
@@ -259,7 +258,6 @@ class DeviceProcessPlace(DevicePlace):
         self._start_watchdog().look_after()
 
     def reached(self, epochs: Mapping[int, int]) -> None:
-        """Note how many ops the device has ended in each of this rank's workspaces, by address."""
         self._agreement.ops.reached(epochs)
 
     def _start_watchdog(self) -> Watchdog:
@@ -296,7 +294,6 @@ class DeviceProcessPlace(DevicePlace):
         super().fail(error)
 
     def abort(self, reason: str) -> None:
-        """Implements ``Place.abort``; every wait on this rank's GPU and its peers' ends, too."""
         self.processes.abort(reason)
         self.wake_kernels()
 
@@ -328,11 +325,7 @@ atexit.register(_at_exit)
 
 
 class CudaPlace(DeviceProcessPlace):
-    """One rank on one GPU of one node, with its peers' memory mapped; see :class:`DeviceProcessPlace`.
-
-    Ranks on one GPU take turns on it, a time slice each, because each is a process. That is right, but
-    slow.
-    """
+    """One rank on one GPU of one node. Ranks on one GPU take turns on it, which is right, but slow."""
 
     name = "cuda"
     _overlapping = False

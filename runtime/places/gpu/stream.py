@@ -128,10 +128,7 @@ class DeviceStream(Stream):
         self._waited: dict[StreamTarget, Point] = {}  # the next item comes after these
         self._depends: Workspace | None = None  # of the op that has waited for data
 
-    # -- where items go ------------------------------------------------------------------------
-
     def target(self) -> StreamTarget:
-        """Return the CUDA stream to which the next item would go."""
         caller: StreamTarget = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
@@ -173,10 +170,7 @@ class DeviceStream(Stream):
             self._waiting[point.target] = point
 
     def _do(self, function: Callable[[], object]) -> None:
-        """Call torch code with the CUDA stream of this stream as the current one."""
         run_on(self._own if self.enter()[0] == self._own_handle else None, function)
-
-    # -- items ---------------------------------------------------------------------------------
 
     def launch(self, launch: KernelLaunch) -> None:
         prepared = self._launch(launch)
@@ -268,8 +262,6 @@ class DeviceStream(Stream):
 
     def ended(self) -> None:
         self._place.residency.ended(id(self._place), self.target())
-
-    # -- order ---------------------------------------------------------------------------------
 
     def record(self) -> Event:
         event = DeviceEvent()

@@ -127,8 +127,6 @@ class HostsEngine(Engine):
     def agree(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
 
-    # -- where things go -----------------------------------------------------------------------
-
     def _twin(self, index: int, ranks: Sequence[int]) -> int:
         return ranks[index % len(ranks)]
 
@@ -145,8 +143,6 @@ class HostsEngine(Engine):
             for ranks in self._others
             for rank in (*ranks[self._index :], *ranks[: self._index])
         }
-
-    # -- moving --------------------------------------------------------------------------------
 
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
         single, (giver, taker, alike) = isinstance(takes, torch.Tensor), sides
@@ -358,8 +354,6 @@ class HostsEngine(Engine):
         if flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
             return [lambda: small(False)]
         return in_pieces(piece, flat)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides

@@ -265,7 +265,6 @@ class Joining:
         self._known: InterlaceError | None = None
 
     def step(self) -> None:
-        """Spend a moment. Raises if the group cannot be joined, or on timeout."""
         self._patience.step(self._doing, self._peers)
 
     def look(self, *_: object) -> None:
@@ -328,7 +327,6 @@ class Joining:
         return None
 
     def _silent(self) -> list[int]:
-        """Return the ranks that do not answer now."""
         silent = {peer: self._said(peer) for peer in self._peers}
         self._say(_ASKED, os.urandom(8).hex())
         until = time.monotonic() + ANSWER_SECONDS

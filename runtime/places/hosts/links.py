@@ -66,8 +66,6 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass
 class Packet:
-    """One control packet: its kind, and the fields that this kind uses."""
-
     kind: int
     tag: int = 0
     number: int = 0
@@ -231,7 +229,6 @@ class HostLinks:
         self._trade(dict.fromkeys(self.peers, b"1"), 1)
 
     def _trade(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
-        """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
         bare = {peer: bytearray(message) for peer, message in messages.items()}
         sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
@@ -247,8 +244,6 @@ class HostLinks:
         except RuntimeError as error:
             raise self.broken(peer, error, "joining") from None
         return {peer: tensor.numpy().tobytes() for peer, tensor in received.items()}
-
-    # -- bytes -----------------------------------------------------------------------------------
 
     def _wait_for(self, peer: int) -> None:
         """Note that the running op waits for ``peer``; its timeout counts from its first wait."""
@@ -272,8 +267,6 @@ class HostLinks:
             raise self.broken(error.peer, error, doing) from None
         finally:
             self.waiting = self.wires.waits = None
-
-    # -- threads ---------------------------------------------------------------------------------
 
     def _listen(self, peer: int) -> None:
         packet = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
@@ -307,7 +300,6 @@ class HostLinks:
                 self._on_packet(peer, received)
 
     def _listener(self, peer: int) -> threading.Thread:
-        """Return a thread that listens to ``peer``. It ends with the connection."""
         return self._threads[self.peers.index(peer)]
 
     def _lost(self, peer: int, error: Exception) -> None:
@@ -353,8 +345,6 @@ class HostLinks:
             return None
         return number - 1 if 0 < number <= self.world_size else None
 
-    # -- failing and ending ----------------------------------------------------------------------
-
     @property
     def failure(self) -> InterlaceError | None:
         """The group's error; a copy, because an exception collects tracebacks."""
@@ -368,7 +358,6 @@ class HostLinks:
         return peer in self._left
 
     def check(self) -> None:
-        """Raise the group's error, or that it is closed."""
         if (failure := self.failure) is not None:
             raise failure
         self.check_open()

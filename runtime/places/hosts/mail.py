@@ -97,7 +97,6 @@ class SpanningGroup:
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
     def culprits(self, waited_for: Sequence[int]) -> list[int]:
-        """Return the ranks for which these ranks wait in the end."""
         return sorted({self._links.culprit(rank) for rank in waited_for})
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
@@ -142,7 +141,6 @@ class FarPipe:
         return moved
 
     def move(self) -> bool:
-        """Move some of its bytes, if possible now. Return whether any were moved."""
         moved, wire = self._count(), self.wire
         size = min(self._total - moved, _AT_ONCE)
         if not size or self.ended or self._busy:
@@ -336,7 +334,6 @@ class SpanningBoxes:
         self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
         sleep: bool, peers: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """See ``Boxes.move``. ``peers``: the ranks for which the caller waits."""
         far = [pipe for pipe in pipes if isinstance(pipe, FarPipe)]
         near = [pipe for pipe in pipes if isinstance(pipe, Pipe)]
         near_blocked = [self._local[peer] for peer in blocked if peer in self._local]

@@ -60,8 +60,6 @@ _NOTHING: Mapping[int, Buffer] = {}
 
 
 class Frames:
-    """One rank's view of which ranks send frames to which."""
-
     def __init__(self, hosts: HostMap, rank: int) -> None:
         self._rank, self._hosts = rank, hosts.hosts
         self.mine = hosts.hosts[hosts.index(rank)]
@@ -303,8 +301,6 @@ class HostsOps:
         for peer, tensor in tensors.items():
             self._wires.take(peer, _view(tensor))
 
-    # -- agreeing ------------------------------------------------------------------------------
-
     def _agree(self, call: Call, piece: OpPiece) -> bool:
         """Compare the calls of all ranks. If all are equal, do ``piece`` without its last step.
 
@@ -363,7 +359,6 @@ class HostsOps:
 
 
 def _messages(blob: bytes, count: int) -> list[bytes]:
-    """Split the ``count`` messages that another rank has joined."""
     found = plain.loads(blob)
     if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
         raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")

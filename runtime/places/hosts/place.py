@@ -101,7 +101,6 @@ class HostsPlace(CpuPlace):
         weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
-        """Meet the ranks of this host, then those of other hosts."""
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
         try:
             self.group = near or HostGroup(
@@ -245,8 +244,6 @@ class HostsPlace(CpuPlace):
             f"rank {self.rank}: symmetric memory, and the ops and algorithms that need it, take ranks "
             f"that share a host; this group is on several ({self.map}). Use a group of one host's ranks"
         )
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise the error of the group, or of one that contains it. A closed group has not failed."""

@@ -84,8 +84,6 @@ class Wires:
         """The number of bytes posted so far, by rank."""
         self._listener: socket.socket | None = None
 
-    # -- connecting ----------------------------------------------------------------------------
-
     def listen(self, address: str) -> Address:
         """Listen, and return the address at which others reach this rank from now on."""
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
@@ -170,8 +168,6 @@ class Wires:
         finally:
             for wire, _ in strangers.values():
                 wire.close()
-
-    # -- moving --------------------------------------------------------------------------------
 
     def post(self, peer: int, *parts: Buffer) -> None:
         """Begin to send these bytes, which must not change until they are flushed."""
@@ -275,8 +271,6 @@ class Wires:
     def wire(self, peer: int) -> socket.socket:
         """Return the connection with ``peer``, for code that does not use the methods above."""
         return self._sockets[peer]
-
-    # -- ending --------------------------------------------------------------------------------
 
     def sever(self, direction: int = socket.SHUT_RDWR) -> None:
         """End all connections. Waits for one, here or at its other end, end, too."""

@@ -83,8 +83,6 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class Element:
-    """A kind of elements: how they are loaded, added and stored."""
-
     name: str
     bits: int
     memory: str
@@ -107,9 +105,6 @@ SUMS = {getattr(torch, element.name): element for element in ELEMENTS}
 SUMS |= {getattr(torch, f"uint{n}"): SUMS[getattr(torch, f"int{n}")] for n in (8, 16, 32, 64)}
 """The dtypes that can be summed, with the same bits as ``reductions.fold`` for "sum": from left to right;
 integers wrap around; 16-bit floats are summed in fp32 and rounded once."""
-
-
-# -- LLVM IR -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -182,9 +177,6 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
         v=v,
         kind=of(e.type),
     )
-
-
-# -- made machine code -------------------------------------------------------------------------
 
 
 @functools.cache
@@ -359,7 +351,6 @@ class Steps:
 
     @property
     def nbytes(self) -> int:
-        """The memory of a finished list."""
         assert self._words is not None
         return ctypes.sizeof(self._words)
 

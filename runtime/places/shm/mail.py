@@ -100,8 +100,6 @@ class _Arriving:
 
 @dataclass(eq=False)
 class _Traffic:
-    """The messages in flight between this rank and another."""
-
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
@@ -140,7 +138,6 @@ class Messages:
         return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
-        """Return the ends that a thread may await."""
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
@@ -312,7 +309,6 @@ class Messages:
         self.boxes.start(traffic.put)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
-        """Handle messages whose last piece has been moved."""
         while traffic.put is not None and traffic.leaving and traffic.put.finished:
             future = traffic.leaving.popleft().future
             if traffic.leaving:
@@ -337,10 +333,7 @@ class Messages:
         self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
-        """Give the next message from ``peer`` a place, if it is asked for or in the way.
-
-        The part that has arrived goes there at once.
-        """
+        """Give the next message from ``peer`` a place, if it is asked for or in the way."""
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
             fits = self._mismatch(wanted, first) is None
@@ -536,7 +529,6 @@ class Mail:
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Begin to receive from ``peer``, or from any rank if None."""
         future = _Moving(self, call.op, peer, tag)
         self._begin(call, future, Receiving(tensor, peer, tag, future))
         return future
@@ -659,7 +651,6 @@ class Mail:
         return bool(self._waiting)
 
     def at_rest(self, function: Callable[[], object]) -> None:
-        """Call ``function`` while no messages move."""
         with self._lock:
             function()
 
@@ -676,7 +667,6 @@ class Mail:
         then()
 
     def _has_to_end(self, messages: Messages) -> bool:
-        """Return whether a message in flight keeps the group open."""
         if self._group.control is None:
             return False
         return messages.leaving and time.monotonic() < ends() if ends() else bool(self._futures())

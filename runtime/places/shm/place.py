@@ -230,7 +230,6 @@ def _epoch(own_base: int) -> int:
 
 
 def _show(memory: Sequence[Iterable[torch.Tensor]]) -> None:
-    """Tell the recorder of all ranks' memory, if there is one."""
     if (recorder := recording.current()) is not None:
         for rank, parts in enumerate(memory):
             for part in parts:
@@ -278,8 +277,6 @@ class CpuPlace(Place):
 
 
 class ShmPlace(CpuPlace):
-    """One rank of a group of processes on one host."""
-
     name = "shm"
     direct_access = True
     check: Callable[[], None]
@@ -307,8 +304,6 @@ class ShmPlace(CpuPlace):
 
     def set_timeout(self, seconds: float) -> None:
         self.group.timeout = seconds
-
-    # -- memory and messages -------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Implements ``Place.allocate``. Errors: as in ``HostGroup``. Unmapped with the last tensor."""
@@ -367,8 +362,6 @@ class ShmPlace(CpuPlace):
         if not peers and (awaited := blame.awaited(self.rank)) is not None:
             peers = (awaited,)
         return blame.culprits(peers)
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def trouble(self, doing: str) -> Exception | None:
         """Return the error of a death or an abort. A peer that has left in good order causes none."""

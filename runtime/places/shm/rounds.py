@@ -83,7 +83,6 @@ class Rounds:
 
     @functools.cached_property
     def ring_writes(self) -> RingWrites:
-        """The ways in which the ranks write into their rings, once they have joined."""
         assert self._group.control is not None
         return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
@@ -92,10 +91,7 @@ class Rounds:
         return self._bases[peer] + self._medium
 
     def _slot(self, rank: int, c: int) -> int:
-        """Return the address of ``rank``'s slot in round ``c`` of an op."""
         return self._bases[rank] + c % SLOTS * self._slot_bytes
-
-    # -- moving --------------------------------------------------------------------------------
 
     def move(
         self,
@@ -139,14 +135,11 @@ class Rounds:
     def _stage(
         self, parts: Sequence[RingPart], numbers: Sequence[int], piece: int, write: Copy, c: int
     ) -> None:
-        """Put a piece of each of these parts into its section of the slot."""
         start = c * piece
         for number in numbers:
             address, total = parts[number]
             if (size := min(piece, total - start)) > 0:
                 write(self._slot(self._rank, c) + number * piece, at(address, start), size)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce_scatter(
         self,

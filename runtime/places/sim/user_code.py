@@ -4,17 +4,9 @@ Normally a user's torch code runs at once, in the user task. Here it behaves as 
 and launches go to the current stream of its rank, one of ``SimStream``'s queues, and the host goes on. Each
 stream has its order; the scheduler interleaves streams with each other and with the host. The race detector
 orders an item after the host's work before it was enqueued, after the earlier items, and after the events
-that its stream waited for; after nothing else.
-
-=========================  =====================================================================
-views, ``torch.empty``     at once: they read and write nothing
-``copy_``                  a copy of the stream, in pieces: the copy engine
-other ops of torch         an item each. Results are allocated at once, with the shapes and strides
-                           that the op gives meta tensors
-``item()``, ``tolist()``,  at once, when the stream has reached it: the host waits
-ops without such a shape
-launches                   an item
-=========================  =====================================================================
+that its stream waited for; after nothing else. An op that only makes a view runs at once, ``copy_`` copies
+in pieces, and any other op is an item, whose results have the shapes and strides that meta tensors get. An
+op without such a shape, as ``item()``, runs when the stream has reached it: the host waits.
 
 Globals of modules are per rank (:class:`RankGlobals`): one module in this process stands for one module in
 each process of a job. A rank that continues finds its modules' names as it has left them, and so the
@@ -143,8 +135,6 @@ def _anew(contents: list[Any]) -> list[Any]:
         for content in contents
     ]
 
-
-# -- streams -----------------------------------------------------------------------------------
 
 _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
     "interlace_user_stream", default=None
@@ -372,7 +362,6 @@ def _written(func: OpOverload) -> tuple[str, ...]:
 
 
 def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
-    """Return the result of an op that returns its arguments."""
     arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     found = [arguments[name] for name in written]
     if not func._schema.returns:

@@ -78,7 +78,6 @@ class MemoryRange:
 
 
 def byte_of(memory: str, offset: int, part: str) -> str:
-    """Return the name of a byte of ``memory``, and of its ``part``, if that has a name."""
     return f"{memory}, byte {offset}" + (f" ({part})" if part else "")
 
 

@@ -144,8 +144,6 @@ class Scheduler(ProgramHooks):
         self._spawned: Counter[tuple[int, str]] = Counter()
         self._digest = hashlib.blake2b(digest_size=8)
 
-    # -- tasks ---------------------------------------------------------------------------------
-
     def spawn(
         self,
         rank: int,
@@ -246,8 +244,6 @@ class Scheduler(ProgramHooks):
 
     def digest(self) -> str:
         return self._digest.hexdigest()
-
-    # -- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until every task has finished.
