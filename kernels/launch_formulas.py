@@ -85,7 +85,6 @@ def arrival_lines(
 def chunk_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
 ) -> list[Line]:
-    """Return lines of ``all_gather_matmul_kernel``'s ``chunks``."""
     arrivals = arrival_lines(rank, world_size, rows, chunk_size, False)
     return numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 

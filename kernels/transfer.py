@@ -166,8 +166,7 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
                 arrivals.ptr, arrival, _COLUMNS
             )
             from_ptr = input_ptr + first_row
-            # The value of the wait is not checked: the copy fills only this rank's output, of a failed op.
-            # The loads cannot overtake the wait: they are in a loop after it.
+            # Not checked: the copy fills only this rank's output. The loads are in a loop after the wait.
             if source != workspace.rank:
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row

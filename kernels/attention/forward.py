@@ -62,7 +62,6 @@ def all_gather_attention_kernel(
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
-    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if program < COPIES.COPIERS:
         push_chunks(workspace, keys, sends, keys.stride, epoch, COPIES)
     else:
@@ -76,7 +75,6 @@ def all_gather_attention_kernel(
                 # The values of the waits are not checked: a failed op spoils only this rank's results.
                 for slot in range(first_slot, first_slot + slots):
                     wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
-                # The waits order generic loads; TMA reads through another proxy.
                 fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS)
                 gathered_ptr = data_pointer(workspace, workspace.rank, keys.ptr)
                 address = (gathered_ptr + row * keys.stride).to(tl.int64)

@@ -54,10 +54,8 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
     for step in range(workspace.world_size):
         start = step * tiles
         first = first_tile(start, tl.program_id(0), tl.num_programs(0))
-        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
             owner = (workspace.rank + 1 + step) % workspace.world_size
-            # After a timeout the owner may still be reading memory that this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 # As integers: facts that the compiler knows about one address must not apply to the other.
                 address = output_ptr.to(tl.int64)
@@ -79,7 +77,6 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
                 if owner != workspace.rank:
                     # Looked up again: products leave no register for it.
                     first_slot = tl.load(shards_ptr + workspace.rank * _SHARD + 2) - start
-                    # After the products: a publish begins with a barrier, which would end the pipeline.
                     publish_turn(workspace, owner, workspace.slot_offset + first_slot * 8, first,
                                  start + tiles, tl.num_programs(0), epoch)  # fmt: skip
 
@@ -162,7 +159,6 @@ def all_to_all_matmul_kernel(
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
-    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if program < COPIES.COPIERS:
         push_chunks(workspace, input, sends, K, epoch, COPIES)
     else:

@@ -94,7 +94,6 @@ def key_head(heads, head):
 
 @triton.jit
 def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
-    """Point to the keys, and to the values, of a key head in the packed row at ``rows_ptr``."""
     line = (batch * heads.key_heads + of_head).to(tl.int64)
     values_ptr = rows_ptr + heads.batches * heads.key_heads * TILES.HEAD_DIM
     return rows_ptr + line * TILES.HEAD_DIM, values_ptr + line * TILES.VALUE_DIM

@@ -88,7 +88,6 @@ def store_units(pointer, index, units, words, UNIT: tl.constexpr):
 @triton.jit
 def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
     byte_offsets = _word_bytes(lot, peers.world_size, peers.rank, WORDS)
-    # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
         peer = (peers.rank + step) % peers.world_size
         send_words(peers, peer, byte_offsets, payload, lot.epoch, COMPILED)
@@ -149,7 +148,6 @@ def low_latency_all_gather_kernel(
                 store_units(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
         end_block(epoch_ptr, epoch, missing)
-    # Counted also after a timeout: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
 
@@ -200,7 +198,6 @@ def low_latency_all_reduce_kernel(
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
-        # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
         for source in range(peers.world_size):
             payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             missing += lost
@@ -216,7 +213,6 @@ def low_latency_all_reduce_kernel(
             total = low.to(tl.int32, bitcast=True)
         else:
             total = _bits(low, HALF) | (_bits(high, HALF) << 16)
-        # A sum must include all ranks: otherwise the output stays as it was.
         if missing == 0:
             store_units(output_ptr, index, units, total, UNIT)
         end_block(epoch_ptr, epoch, missing)

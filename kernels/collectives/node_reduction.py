@@ -126,7 +126,6 @@ def node_reduce_scatter_kernel(
         start = start.to(tl.int32)
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         first = first_tile(start, program, programs)
-        # A program without a piece of this part waits for no credit.
         if first < end:
             if wait_credit(workspace, summing, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, summing, input_ptr)

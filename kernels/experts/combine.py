@@ -141,7 +141,6 @@ def _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_
             b_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.stride_e
             b = columns_operand(b_ptr, weight, N, K, TILES)
             of_expert = Epilogue(bias_ptr + expert * N, None, None)
-            # No wait and no publish in this loop, or it would not be pipelined across tiles.
             for number in tl.range(
                 first, end, programs, flatten=TILES.FLATTEN, warp_specialize=TILES.WARP_SPECIALIZE
             ):
@@ -188,12 +187,10 @@ def grouped_matmul_combine_kernel(
     epoch = current_epoch(workspace)
     programs = tl.num_programs(0)
     world_size = workspace.world_size
-    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     start = tl.zeros((), tl.int32)
     for step in range(world_size):
         peer = (workspace.rank + 1 + step) % world_size
-        # After a timeout the rank may still be reading memory that this op would overwrite.
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             home_ptr = data_pointer(workspace, peer, combined.output_ptr)
             start = _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_ptr,

@@ -155,7 +155,6 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
     if program == 0:
         send_counts(workspace, counts_ptr, regions.counts_byte, sizes, epoch)
     for item in range(program, world_size * sizes.senders, tl.num_programs(0)):
-        # The next rank first, so that the ranks do not all send to one rank.
         peer = (workspace.rank + 1 + item) % world_size
         sender = item // world_size
         if wait_credit(workspace, peer, epoch) >= epoch - 1:

@@ -81,7 +81,6 @@ def all_gather_matmul_kernel(
     # The last chunks, as many as a rank sends at a time, arrive when this rank has sent its own last. The
     # first is this rank's shard, which keeps consumers busy until then.
     shared_chunk = tl.maximum(chunks.count - COPIES.COPIERS, 1).to(tl.int32)
-    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
         if program < COPIES.COPIERS:
             SCALED: tl.constexpr = TILES.SCALES == "row"
@@ -104,7 +103,6 @@ def all_gather_matmul_kernel(
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: making a descriptor costs a write and a fence.
     own = rows_operand(input.ptr, input.stride, K, TILES)
     gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)

@@ -126,7 +126,6 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
     programs = tl.num_programs(0)
     rank = workspace.rank
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
@@ -182,7 +181,6 @@ def matmul_reduce_scatter_kernel(
     epoch = current_epoch(workspace)
     produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
                        TILES)  # fmt: skip
-    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     reduce_tiles(workspace, own_ptr, epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows, N,
@@ -227,7 +225,6 @@ def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES:
         acc = multiply_tile(a, input.stride, M, weight, b, N, K, tile_m, tile_n, TILES,
                             0, input.ptr, weight.ptr)  # fmt: skip
         free = wait_credits(workspace, epoch) == 0
-        # The next rank first, so that no rank is the target of all others at once.
         for step in range(workspace.world_size):
             peer = (rank + 1 + step) % workspace.world_size
             to_ptr = data_pointer(workspace, peer, output_ptr) + rank * rows * N
@@ -266,7 +263,6 @@ def matmul_all_reduce_kernel(
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
-    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     tiles_m = tl.cdiv(M, TILES.BLOCK_M)

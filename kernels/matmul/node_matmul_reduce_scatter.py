@@ -105,7 +105,6 @@ def matmul_node_reduce_scatter_kernel(
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
-                # After the products: a publish begins with a barrier, which would end the pipeline.
                 slot_byte = workspace.slot_offset + (part * slots_each - start) * 8
                 publish_turn(workspace, taker, slot_byte, first, start + tiles, programs, epoch)
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)

@@ -231,7 +231,6 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
 
 @triton.jit
 def _send(workspace, byte, like_ptr, offsets, tile, mask):
-    # The next rank first, so that no rank is the target of all others at once.
     for step in range(1, workspace.world_size):
         peer = (workspace.rank + step) % workspace.world_size
         to_ptr = region_pointer(workspace, peer, workspace.data_offset + byte, like_ptr)
@@ -449,9 +448,7 @@ def reduce_norm_kernel(
         start = start.to(tl.int32)
         tiles = tl.cdiv(rows, ROWS).to(tl.int32)
         first = first_tile(start, program, programs)
-        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
-            # Given up: the owner may still be reading what this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 for number in range(first, start + tiles, programs):
@@ -463,7 +460,6 @@ def reduce_norm_kernel(
                 # All at once: a publish waits until all stores so far have arrived.
                 slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
                 publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
-    # Waits for data begin only here.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     own = workspace.world_size - 1  # the last line of the table
     _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
@@ -509,7 +505,6 @@ def matmul_reduce_scatter_norm_kernel(
     epoch = current_epoch(workspace)
     produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
                        TILES)  # fmt: skip
-    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     own = workspace.world_size - 1  # the last line of the table
     _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
@@ -547,7 +542,6 @@ def matmul_all_reduce_norm_kernel(
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
-    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     norm_rows(workspace, own_ptr, bias_ptr, norm, None, output_ptr, 0, rows, N, epoch, AVERAGE, TAIL,
@@ -561,7 +555,6 @@ def _sum_of_block(peers, lot, own, valid, AVERAGE: tl.constexpr, HALF: tl.conste
     low = tl.zeros((WORDS,), tl.float32)
     high = tl.zeros((WORDS,), tl.float32)
     missing = tl.zeros((), tl.int32)
-    # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
     for source in range(peers.world_size):
         payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
         missing += lost
@@ -619,7 +612,6 @@ def low_latency_norm_kernel(
     for number in range(blocks):
         block = row * blocks + number
         epoch_ptr, epoch = block_epoch(peers, epochs_offset, block)
-        # A block that has timed out before is not sent again: its words may not have been read.
         if epoch > 0:
             index = number * WORDS + tl.arange(0, WORDS)
             own = load_units(row_ptr, index, units, UNIT)
@@ -642,7 +634,6 @@ def low_latency_norm_kernel(
             if BIAS:
                 bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
                 total += bias.to(tl.float32)[None, :]
-            # A sum must include all ranks: otherwise the output stays as it was.
             mask = (offs_n < N)[None, :] & (missing == 0)
             offsets = offs_m[:, None] * N + offs_n[None, :]
             residual = load_residual(norm, offsets, mask, TAIL)

@@ -29,8 +29,6 @@ LAST_PORT = 65535
 
 
 class Said(NamedTuple):
-    """The value of one of torchrun's variables, and the environment variable that it comes from."""
-
     by: str
     value: str
 

@@ -9,9 +9,7 @@ of ``ProcessGroup``. The releases differ::
                have, so it would record nothing: :func:`leave_unrecorded`
     gather     2.14 has ``gather_single``, for one tensor, which dispatches an op of its own
 
-All of these releases have the names of symmetric memory. Nothing was allocated with them, because they were
-tried on machines without a GPU. NVSHMEM's functions exist only in builds for CUDA, so they are looked up
-when they are used.
+NVSHMEM's functions exist only in builds for CUDA, so they are looked up when they are used.
 """
 
 import functools

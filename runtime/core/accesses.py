@@ -87,10 +87,7 @@ class Atomic:
 
 
 class AsyncAccess(NamedTuple):
-    """An access of the async proxy: its number in a queue, from 1, and the thread that has started it.
-
-    A program can observe that all accesses of a queue up to a number have ended.
-    """
+    """An access of the async proxy: its number in a queue, from 1, and the thread that has started it."""
 
     queue: Hashable
     time: int

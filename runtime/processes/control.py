@@ -370,7 +370,6 @@ class Control:
         return self.words[rank].acquired(SEEN)
 
     def claim_text(self, rank: int) -> str:
-        """Return the text that ``rank`` has published last about where it waits."""
         theirs = self._bytes[rank]
         (length,) = _INT64.unpack_from(theirs, _ELSEWHERE + 8)
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
@@ -389,7 +388,6 @@ class Control:
         self._own.release(words, key)
 
     def posted(self, rank: int, key: int) -> bytes | None:
-        """Return the card that ``rank`` shows under ``key``, or None."""
         if self.words[rank].acquired(_MEETING // 8) != key:
             return None
         length = min(self.views[rank][_MEETING // 8 + 1], _LONGEST_CARD)

@@ -521,10 +521,7 @@ def _card(raw: bytes) -> SocketCard:
 def reason(
     meeting: MeetingPoint | None, rank: int, pids: Mapping[int, int], error: BaseException
 ) -> BaseException:
-    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason.
-
-    ``pids`` are the peers' process ids, by rank. ``error`` may use the ranks of a larger group.
-    """
+    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason."""
     with contextlib.suppress(Exception):  # the store itself may have failed
         if meeting is not None:
             if isinstance(error, PeerDiedError):

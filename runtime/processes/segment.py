@@ -10,8 +10,6 @@ header page            magic, layout version, nonce, rank, world size, size; eve
                        segment checks them before first use
 =====================  ===========================================================================
 
-The first page is the header. The data starts at the second page.
-
 ``mmap.mmap`` is not used: until Python 3.13 it keeps a duplicate of the descriptor per mapping, and its
 ``close`` unmaps under a tensor that was made by ``torch.frombuffer``. A :class:`Mapping` is unmapped when
 the last array or tensor over it is gone, and not before.

@@ -49,8 +49,6 @@ MIXED = 0  # not a chip's capability: tiles that run on any
 SMALLEST_PIPELINED_SHARD_US = table.threshold("smallest_pipelined_shard_us")
 
 
-# -- times -----------------------------------------------------------------------------------------
-
 LARGE_TILE = 128 * 256
 HOST_US = 150.0  # assumed: a call without a plan
 SEND_US = 12.0  # published: 5-7 us each for a copy and its signal (arXiv 2602.21548)
@@ -228,9 +226,6 @@ def fastest(
     return chosen, base / least
 
 
-# -- buckets ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Choice:
     """``algorithm``: the choice for "auto", "" if it is open. ``source``: the rule that decided."""
@@ -282,8 +277,6 @@ def extents_of(problem: Problem) -> str:
     return problem.extents or configuration.extents_class(problem.columns, problem.inner)
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
 AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
 
@@ -318,9 +311,6 @@ def table_rows(capability: int, problem: Problem) -> list[table.Shape]:
     kind = (problem.product, capability, dtype)
     rows = table.SHAPES if extents_of(problem) == "even" else ()
     return [row for row in rows if (row.op, row.arch, row.dtype) == kind]
-
-
-# -- without a group -------------------------------------------------------------------------------
 
 
 def default(capability: int | None, problem: Problem) -> Configuration:
@@ -437,9 +427,6 @@ def gather_problem(
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)
     return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents, format)
-
-
-# -- of a group ------------------------------------------------------------------------------------
 
 
 def own_gather(place: Place) -> GatherTime | None:

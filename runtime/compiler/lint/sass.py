@@ -85,14 +85,11 @@ _ROUNDS = 16  # more than can be in flight
 class Loop:
     """One loop of the SASS, or the code outside all loops, which has no name and depth 0.
 
-    ``where`` is the line of the branch back. The counts are of this loop without the loops inside it:
-    ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each of which
-    waits until all earlier stores have arrived; ``loads_in_flight``, the largest number of global loads, by
-    thread or by descriptor, that nothing has waited for, in program order; ``bytes_in_flight`` and
-    ``loaded_bytes`` of one thread, without descriptors, in flight at once and in the whole round. For loads
-    by descriptor, those between two waits count, which is one stage of a pipeline. Polls of signals do not
-    count as loads. ``products`` of tensor cores, ``conversions`` of floats to other widths and ``loads`` of
-    global memory are those of a whole round.
+    ``where`` is the line of the branch back; docs/reference/kernel-counts.md explains the counts. They are
+    of this loop without the loops inside it. ``fences`` are of system scope: each waits until all earlier
+    stores have arrived. Of loads by descriptor, those between two waits are in flight, one stage of a
+    pipeline. Polls of signals do not count as loads. ``products``, ``conversions`` and ``loads`` are those
+    of a whole round.
     """
 
     where: str

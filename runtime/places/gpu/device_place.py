@@ -208,10 +208,7 @@ class DevicePlace(Place):
         """Handle a loaded kernel: Triton's ``CompiledKernel``, with ``module`` and ``function``."""
 
     def agree(self, call: Call) -> list[bytes]:
-        """Return every rank's message of ``call``, by rank; the caller compares them. Collective.
-
-        A place may answer for peers that have agreed to the same call before, and check that later.
-        """
+        """Return every rank's message of ``call``, by rank; the caller compares them. Collective."""
         return self.exchange(call.message, call.op)
 
     def caller(self) -> StreamTarget:

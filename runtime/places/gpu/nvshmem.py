@@ -106,10 +106,7 @@ PROBE_BYTES = 16
 
 
 class NvshmemPlace(DeviceProcessPlace):
-    """One rank on one GPU, of all ranks with which NVSHMEM was started. Making it is collective.
-
-    Raises PlaceUnavailableError on all ranks if one lacks a GPU, torch with NVSHMEM, or the library.
-    """
+    """One rank on one GPU, of all ranks with which NVSHMEM was started. Making it is collective."""
 
     name = "nvshmem"
 

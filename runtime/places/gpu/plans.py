@@ -345,15 +345,10 @@ class Plans:
         self._answered: tuple[bytes, list[bytes]] | None = None
         self.hits = 0
 
-    # -- the short way -------------------------------------------------------------------------
-
     def again(
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
     ) -> tuple[object] | None:
-        """Repeat a call of a known kind and return (result,), or (its Work,) if ``async_op``.
-
-        Returns None for a call of another kind, which is then made without a plan, and watched.
-        """
+        """Repeat a call of a known kind: (result,), or (its Work,) if ``async_op``; None for others."""
         op, into = form.op, form.fills
         if into is None:
             return None
@@ -524,8 +519,6 @@ class Plans:
             end = self._end = DeviceEvent()
             end.points, end.submitted = [Point(target)], True
         return end
-
-    # -- the long way, watched -----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:
         """Return every rank's message of ``call``, which may be a part of what is being recorded."""

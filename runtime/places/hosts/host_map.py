@@ -117,7 +117,6 @@ class HostMap:
 
 
 def address_towards(host: str) -> str | None:
-    """Return this machine's address on the way to ``host``, or None if there is no way."""
     with contextlib.suppress(OSError):
         ways = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, target in ways:

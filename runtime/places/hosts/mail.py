@@ -123,7 +123,6 @@ class FarPipe:
         return 0
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """Begin a message to or from ``address``; 0 drops its bytes."""
         memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
         self._memory = None if memory is None else memoryview(memory).cast("B")
         self._moved, self._total = (0, []), nbytes

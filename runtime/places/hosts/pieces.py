@@ -302,10 +302,7 @@ class HostsOps:
             self._wires.take(peer, _view(tensor))
 
     def _agree(self, call: Call, piece: OpPiece) -> bool:
-        """Compare the calls of all ranks. If all are equal, do ``piece`` without its last step.
-
-        Returns False if they fit together without being equal; then nothing was done.
-        """
+        """If all calls are equal, do ``piece`` without its last step. If they only fit, return False."""
         frames, wires, payloads = self.frames, self._wires, [call.message] * len(self.frames.mine)
         early = call.equal_fits and call.op not in self._unlike
         try:

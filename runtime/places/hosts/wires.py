@@ -20,8 +20,6 @@ others take them. Then the rank that is furthest behind can always continue.
 
 gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in threads of
 its own, and its waits cannot be ended.
-
-Both ends of a new connection prove that they know the job's secret.
 """
 
 from __future__ import annotations

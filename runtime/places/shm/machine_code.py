@@ -1,7 +1,6 @@
 """Steps of a collective, run by machine code: copies, sums, stores and waits on words of shared memory.
 
-In an op of a few microseconds, most of the time is Python's own. With more ranks than cores, most of that
-is the time to load Python's code and data into the caches again after another rank has had the core. So all
+In an op of a few microseconds, most of the time is Python's own (docs/explanation/performance.md). So all
 that an op does between its first and its last word is recorded once, as :class:`Steps`, and then run by one
 call.
 

@@ -255,8 +255,6 @@ class Messages:
         future.set_exception(error)
         self._awaited.discard(future)
 
-    # -- sending -------------------------------------------------------------------------------
-
     def _begin_to_send(self, peer: int, sending: Sending) -> None:
         if peer != self._rank:
             traffic = self._all_traffic[peer]
@@ -319,8 +317,6 @@ class Messages:
             message.whole = True
             if message.wanted is not None:
                 self._finish(message.wanted, message)
-
-    # -- receiving -----------------------------------------------------------------------------
 
     def _begin_to_receive(self, receiving: Receiving) -> None:
         for kept in self._kept:
@@ -520,8 +516,6 @@ class Mail:
         self._mover: int | None = None  # the thread that moves messages
         _mails.add(self)
 
-    # -- what the engine calls -----------------------------------------------------------------
-
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send. The future is done when ``tensor`` may be reused."""
         future = _Moving(self, call.op, peer, tag)
@@ -559,8 +553,6 @@ class Mail:
             raise
         finally:
             self._entering.discard(future)
-
-    # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> None:
         self._move_for(None, 0.0)

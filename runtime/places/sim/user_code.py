@@ -198,7 +198,6 @@ class UserStream(SimStream):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Let the caller enqueue on this stream within the block."""
         token = _current.set(self)
         try:
             yield

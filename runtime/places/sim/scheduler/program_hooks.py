@@ -161,10 +161,7 @@ class ProgramHooks:
     def left_open(
         self, kind: str, does: str, text: str, *, at: int | None = None, count: int = 1
     ) -> None:
-        """Report an action whose result is undefined to the collector of findings; the program goes on.
-
-        ``at``: a byte of its shared memory.
-        """
+        """Report an action whose result is undefined to the collector of findings; the program goes on."""
         if self.inside:
             task = self.current
             memory = "" if at is None else f"shared memory of rank {task.rank} {task.who}"
@@ -205,7 +202,6 @@ class ProgramHooks:
         tell(self.current, pointers, None)
 
     def shared_atomic(self, atomic: Atomic, result: Handle) -> None:
-        """Note that a program has changed its shared memory by an atomic."""
         if self.buffers is not None and atomic.releases:
             self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)

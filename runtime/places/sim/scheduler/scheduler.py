@@ -5,9 +5,6 @@ of one rank. Tasks yield before and after every atomic, and sometimes at loads a
 drawn from a seeded generator. So a seed is a schedule, and the same seed gives the same schedule again:
 neither clocks nor threads influence it.
 
-A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. The run
-is recorded as segments, from which ``strategies.Replay`` makes the same schedule again.
-
 A task may *block* on a condition. The scheduler detects polls: if a read-only atomic returns the same value
 twice in a row, the program is spinning, and does not run again until memory changes. So if no task can run,
 none ever will: that is a deadlock. It is found at once and reported with everything that is known about
@@ -368,7 +365,6 @@ class Scheduler(ProgramHooks):
         return error
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
-        """Return the segments that ran, in order, for ``strategies.Replay``."""
         self._close_segment()
         return tuple(self.segments)
 
