@@ -7,6 +7,9 @@ A 64-bit store is seen whole or not at all, so nothing has to be ordered, and bo
 The caller's protocol ensures that no word is overwritten too early
 (``kernels/collectives/low_latency.py``). The words' memory has a header like a channel (``signal.py``),
 but its EPOCH counts the programs that have ended (``signal.count_program``).
+
+Timeouts are as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first wait
+that times out records which rank it waited for.
 """
 
 import triton

@@ -111,7 +111,7 @@ def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.co
     Legend: ``output`` is ``[rows, batches, heads, V]``; ``lse``, ``[batches, heads, rows]``, is the natural
     logarithm of the whole sums, -inf if a row sees no key; then its output is 0. A program per tile.
 
-    Ordering: follows the kernels of the partial results on their stream.
+    Ordering: follows the kernels of the partial results on their stream. Merges in the order of the ranks.
 
     Example: two partial results 1.0 and 4.0 with logarithms 3 and 4, to base 2: the weights are 1/2 and 1,
     the output (0.5 + 4) / 1.5 = 3, its logarithm ln(24).

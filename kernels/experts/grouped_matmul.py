@@ -172,7 +172,10 @@ def grouped_matmul_kernel(
     numbered in the order of consumption. Of the P programs that take part program p takes tiles t with
     ``t % P == p``: all programs in rows of the last source, only consumers before.
 
-    Ordering: as in ``all_gather_matmul_kernel``.
+    Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
+    for the slot and load the chunk in a loop nested below the wait. Copiers have the lowest program ids,
+    and wait for chunks only when they have sent all of theirs. So the grid makes progress if the copiers
+    of every rank are resident together, with one consumer each.
 
     Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
     and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``segments`` is [[0, 3, 0],

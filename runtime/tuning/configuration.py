@@ -1,9 +1,5 @@
 """Block sizes and launch options: their meaning, their defaults, the user's own values, and limits.
 
-The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, from measured
-rows and the cost model. Plain collectives and offline builds use :func:`choose` and :func:`gpu_default`;
-attention uses :func:`choose_attention`.
-
 Arithmetic alone decides what a GPU can run, and it errs on the safe side: a configuration that
 :func:`why_not` passes fits, and one that it refuses might fit after all. Only the registers of the
 accumulator are counted, so a configuration that passes may still spill, which its measured time shows.

@@ -1,8 +1,6 @@
 """The place ``hosts``: one rank per process, on several hosts, without symmetric memory between them.
 
-It has plain collectives and the unfused algorithms that use them. Kernels of interlace read and write their
-peers' memory, which is impossible between machines without GPUs. Fused algorithms and symmetric memory need
-a group of one host's ranks, as ``interlace.new_group`` makes it.
+Fused algorithms and symmetric memory need a group of one host's ranks, as ``interlace.new_group`` makes it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ op without such a shape, as ``item()``, runs when the stream has reached it: the
 Globals of modules are per rank (:class:`RankGlobals`): one module in this process stands for one module in
 each process of a job. A rank that continues finds its modules' names as it has left them, and so the
 dictionaries, lists and sets that they hold. A rank begins with their state before the run, and after the
-run they have this state again. So each rank has its own caches, workspaces and counters of a file, as if it
-were a process, and no run finds the state of the previous run.
+run they have this state again.
 
 Only contents are exchanged: a dictionary stays the same object, for all who refer to it. The search covers
 module globals, attributes of classes and of objects whose class belongs to one of the modules, defaults and
