@@ -1,7 +1,7 @@
 """Many slots at once: waits for all of them together, and publishes that share a barrier and a fence.
 
 One after the other, each poll takes a round trip of memory, and each publish waits until all stores so far
-have arrived. Here a vector of slots is read, or set, together. Accesses and timeouts are those of
+have arrived. Here a vector of slots is read, or set, together. Accesses and timeouts are as in
 ``signal.py``.
 
 The waits are for programs without descriptor stores under way. They return how many slots have not arrived.

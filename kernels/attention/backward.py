@@ -11,8 +11,8 @@ With P = exp2(score - lse), the weights, dP = dO @ V.T and delta = sum(dO * O), 
 There are two kernels and no atomics. One keeps a tile of queries, and loops over tiles of keys. The other
 keeps a tile of keys, and loops over tiles of queries, of all heads that see them in their order. It
 computes ``K @ Q.T``: then P.T and dS.T are in registers as the products need them. One kernel would need
-five products instead of seven. But a tile of queries then gets a sum from several programs, and to add
-these up in one order each would be written and read again in fp32, or programs would wait for each other.
+five products instead of seven. But a tile of queries then gets a sum from several programs. To add these up
+in one order, each would be written and read again in fp32, or programs would wait for each other.
 """
 
 import triton

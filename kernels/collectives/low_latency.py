@@ -20,7 +20,7 @@ are enough::
 
 Payload is never taken for a flag: each has its own 32 bits. The flag is the epoch modulo 2**32. A program
 writes its words in every op, also beyond the end of the message. So an old word is from two epochs ago, or
-zero in new memory, and epochs begin with 1: even after flags have wrapped around, an old word never has the
+zero in new memory, and epochs begin with 1. Even after flags have wrapped around, an old word never has the
 flag of the current epoch. By the proof above there is no newer word, so flags are compared for equality.
 
 A program that has timed out stores its epoch with the sign changed, and does nothing from then on: it

@@ -34,9 +34,8 @@ The variance of "layer" is combined block by block. The squares of each block ar
 and corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would
 cancel.
 
-The table of ``reduce_norm_kernel`` lists the owners of rows. So this kernel is a one-shot all-reduce, where
-every rank owns all rows; a two-shot all-reduce, where each rank owns a part and all gather; and a
-reduce-scatter, with or without a gather after it.
+The table of ``reduce_norm_kernel`` lists the owners of rows. If every rank owns all rows, the kernel is a
+one-shot all-reduce. If each owns a part, it is a reduce-scatter, or a two-shot all-reduce if all gather.
 
 In ``low_latency_norm_kernel`` words carry their flags, like in ``kernels/collectives/low_latency.py``. A
 program does all blocks of a row. It sends them all before it sums the first, so many words travel while it
@@ -495,7 +494,8 @@ def matmul_reduce_scatter_norm_kernel(
     Ordering: products as in that kernel. Then a program waits for all tiles of its slices' rows from all
     sources. With ``GATHER`` it stores the rows at every peer and publishes the slot (source, slice) there.
     A peer has ended the op before this one, as its tiles have arrived. Last the program waits for the slots
-    of all other sources and copies their rows out. No phase waits for a later one, so no order blocks.
+    of all other sources and copies their rows out. No phase waits for a later one, so no order of programs
+    blocks.
 
     Example: W = 2, M = 32, N = 64, 16 x 16 tiles, slices of 4 rows, ``GATHER`` "normed", one program per
     rank. Rank 0 sends tiles 0-3 of rows 16-31 to rank 1, makes its own, waits for slots 0-3 (source 0) and

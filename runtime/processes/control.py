@@ -149,9 +149,9 @@ def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
 class CoreSpread:
     """The cores of all ranks of a group. ``words[r]`` is one int64 that only rank r writes.
 
-    If one core runs more ranks than another, a rank moves. A waiting rank keeps its core busy (politely),
-    so an operating system that counts busy threads may leave three ranks on one core and one on the other
-    for a long time (docs/explanation/performance.md has times). Only the ranks know that they work in step.
+    If one core runs more ranks than another, a rank moves (docs/explanation/performance.md has times). A
+    waiting rank keeps its core busy (politely), so an operating system that counts busy threads may leave
+    three ranks on one core and one on the other for a long time. Only ranks know that they work in step.
 
     Each rank publishes now and then on which core it runs. If a move makes the distribution more even, the
     last rank on the fullest core moves to the emptiest one. A move is a nudge: the thread is bound to the

@@ -85,7 +85,7 @@ def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = 
 
 
 def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-    """Record the beginning of an op that is not a message to all ranks; return its number or 0."""
+    """Record the beginning of an op that is not a message to all ranks; return its number, or 0."""
     return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
 
 

@@ -558,7 +558,7 @@ class Roll(Protocol):
         """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
-        """Return the ranks that ended, left or were struck off, maybe with the caller: they say no more."""
+        """Return the ranks that ended, left or were struck off, maybe the caller: they publish no more."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         """Strike off those of ``ranks`` whose RESULT is less than ``before``."""

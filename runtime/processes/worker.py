@@ -113,7 +113,8 @@ class OrderedWorker:
                 self._lock.wait_for(lambda: self.unfinished == 0)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the thread; return whether it did. Queued functions fail, a running one has ``timeout`` s."""
+        """End the thread and return whether it has ended. Functions that have not started fail; a running
+        one has ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             thread = self._thread

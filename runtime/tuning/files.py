@@ -347,7 +347,7 @@ def digest(rows: Sequence[CacheRow]) -> str:
 
 
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
-    """Merge ``rows`` into ``file``; rows with the same key and machine go. Raises like ``change``."""
+    """Merge ``rows`` into ``file``; they replace rows of the same key. Raises like ``change``."""
 
     def merge(content: CacheRows | None) -> dict[str, object]:
         found = content or {}

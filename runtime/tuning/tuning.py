@@ -6,8 +6,8 @@ exact, and the table is part of the package. Calibrations are exchanged whole, a
 
 Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for, unless there is a
 row for the shape of a call. In ``sim`` it is always the kernel, because ``sim`` exists to run kernels. On
-CPUs, unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes, because one
-large torch.mm beats one per owner (2 and 4 ranks on 2 cores, float32, 2026-11-20).
+CPUs, unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes (2 and 4
+ranks on 2 cores, float32, 2026-11-20): one large torch.mm beats one per owner.
 
 This file also predicts times, from links that ``calibration.py`` has measured or from data sheets. These
 are closed forms of what ``benchmarks/predict.py`` simulates event by event::
@@ -599,7 +599,7 @@ LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
-    """Return "fused" or "unfused" for fp8. Chips have it from 8.9 on; no kernel sends scales to nodes."""
+    """Return "fused" or "unfused" for fp8, which chips have from 8.9 on. No scales go between nodes."""
     if empty or not place.all_mapped:
         return "unfused"
     if place.simulated:

@@ -87,9 +87,9 @@ class Loop:
 
     ``where`` is the line of the branch back; docs/reference/kernel-counts.md explains the counts. They are
     of this loop without the loops inside it. ``fences`` are of system scope: each waits until all earlier
-    stores have arrived. Of loads by descriptor, those between two waits are in flight, one stage of a
-    pipeline. Polls of signals do not count as loads. ``products``, ``conversions`` and ``loads`` are those
-    of a whole round.
+    stores have arrived. Loads by descriptor are in flight between two waits, which is one stage of a
+    pipeline. Polls of signals do not count as loads. ``products``, ``conversions`` and ``loads`` count
+    for a whole round.
     """
 
     where: str

@@ -9,10 +9,10 @@ Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS. Each item that a rank enque
 that every rank enqueues before it, so one hardware queue suffices.
 
 The watchdog is a thread that finds failures while the host enqueues work and does not wait for it. There is
-one per place. It sleeps while no work runs. Otherwise it looks every 50 ms for a kernel's wait that timed
-out, by its record in the header of the workspace, and for peers that ended or aborted the group
-(``place.trouble()``). If it finds one, it fails the place: it keeps the error for the next call and aborts
-the group on all ranks, and every wait in every kernel returns.
+one per place. It sleeps while no work runs. Otherwise it looks every 50 ms for kernels whose wait timed out
+(a record in the header of the workspace says so), and for peers that ended or aborted the group. It then
+fails the place: it keeps the error for the next call and aborts the group on all ranks, and every wait in
+every kernel returns.
 
 The thread does not query CUDA, because queries would end another thread's graph capture. It copies a
 header to pinned memory in one look and reads it in the next.

@@ -200,7 +200,7 @@ class HostLinks:
             thread.start()
 
     def _authenticate(self, secret: bytes, group: str, listening: tuple[object, ...]) -> None:
-        """Make every peer prove first that it knows the job's secret; this includes where it listens."""
+        """Make every peer prove first that it knows the job's secret; its proof has where it listens."""
 
         def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
             text = f"{sender} to {receiver} by {where}"

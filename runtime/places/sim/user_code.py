@@ -4,9 +4,9 @@ Normally a user's torch code runs at once, in the user task. Here it behaves as 
 and launches go to the current stream of its rank, one of ``SimStream``'s queues, and the host goes on. Each
 stream has its order; the scheduler interleaves streams with each other and with the host. The race detector
 orders an item after the host's work before it was enqueued, after the earlier items, and after the events
-that its stream waited for; after nothing else. An op that only makes a view runs at once, ``copy_`` copies
-in pieces, and any other op is an item, whose results have the shapes and strides that meta tensors get. An
-op without such a shape, as ``item()``, runs when the stream has reached it: the host waits.
+that its stream waited for; after nothing else. An op that only makes a view runs at once, and ``copy_``
+copies in pieces. Any other op is an item, whose results have the shapes and strides that meta tensors get.
+An op without such a shape, as ``item()``, runs when the stream has reached it: the host waits.
 
 Globals of modules are per rank (:class:`RankGlobals`): one module in this process stands for one module in
 each process of a job. A rank that continues finds its modules' names as it has left them, and so the

@@ -234,7 +234,7 @@ class ProgramHooks:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """Launch a kernel on the running task's stream; without streams of user code wait for its end."""
+        """Launch a kernel on the running task's stream; wait for its end if user code has no streams."""
         task = self.current
         name = kernel.__name__
         warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
