@@ -1,8 +1,7 @@
 """Many slots at once: waits for all of them together, and publishes that share a barrier and a fence.
 
 One after the other, each poll takes a round trip of memory, and each publish waits until all stores so far
-have arrived. Here a vector of slots is read, or set, together. Accesses and timeouts are as in
-``signal.py``.
+have arrived. Here a vector of slots is read, or set, together, with the accesses of ``signal.py``.
 
 The waits are for programs without descriptor stores under way. They return how many slots have not arrived.
 If that is more than 0, the wait has timed out, and the caller must not read the data.
@@ -121,8 +120,7 @@ def wait_credits_kernel(peers):
     until no peer has anything left to read.
 
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Suppose rank 1's
-    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets it to -6: the kernel
-    ends.
+    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets -6: the kernel ends.
     """
     # In a void channel that epoch is out of reach; the wait counts on ops that peers may still finish.
     if wait_credits(peers, current_epoch(peers)) > 0:

@@ -146,8 +146,7 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
 
     Ordering: a copier waits for the receiver's credit (it has finished the previous op here), copies,
     publishes the chunk's slot. A collector waits for the slot, then reads the workspace. Copiers have the
-    lower program ids and never wait for collectors. With collectors first, waiting programs could fill a
-    small GPU.
+    lower program ids, so that programs that wait cannot fill a small GPU, and never wait for collectors.
 
     Example: 2 ranks, 3 elements each, chunks of 2. Rank 0 sends elements 0-1 to slot 0 and element 2
     to slot 1 of rank 1; rank 1 collects its own elements 3-5 from its input, then 0-1 once slot 0 is

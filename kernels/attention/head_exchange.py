@@ -13,14 +13,12 @@ workspace, at their place in its result. The same programs then copy the arrived
 because the next op needs the workspace. This rank's part is stored in the output directly.
 
 The second sums over sources, in registers, in the order of the ranks: the same bits in every schedule. A
-tile waits in the middle of its K, so rows travel in chunks, and while one is multiplied the next one
-travels.
+tile waits in the middle of its K, so rows travel in chunks: while one is multiplied the next one moves.
 
 Each is the gradient of the other's input, with the weight transposed.
 
 Rejected: gathering the tokens and multiplying by the own heads' columns only (``all_gather_matmul.py``), or
-reducing the results of each rank's heads. Both move the hidden size of all tokens, this a W-th of all
-heads.
+reducing the results of each rank's heads. Both move the hidden size of all tokens, this 1/W of all heads.
 """
 
 import triton

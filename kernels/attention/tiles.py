@@ -5,8 +5,7 @@ V. Keys and values are *packed*: row n has the keys ``[batches, key heads, D]``,
 ``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
 A query sees one interval of positions (``Spans``): this covers causal masks, windows and packed sequences.
-A part is one or two runs of the whole sequence: two if a rank has one chunk from the front and one from
-the back.
+A part is one or two runs of the sequence: two if a rank has a chunk from the front and one from the back.
 
 Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
 """

@@ -2,8 +2,7 @@
 
 A message is cut into blocks of ``WORDS`` 32-bit words. Program b does only block b, on every rank
 (``row_norms.py``: a program does the blocks of a row). A block has its own epoch and words, which no other
-block touches. So messages of different lengths may follow each other: if a message does not need a block,
-the block skips that op.
+block touches. So messages of different lengths may follow each other: an unneeded block skips the op.
 
 Memory of a rank, after the header: an int64 epoch per block, then words (int64) by ``[block][epoch %
 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The user's memory is seen
@@ -28,8 +27,7 @@ cannot know that the others have read the words that it would overwrite. Nor doe
 of its words have not arrived.
 
 All ranks add in rank order, in fp32: same bits everywhere. Programs wait for programs of the same number
-only. So there is progress as long as, on every rank, the lowest-numbered program that has not ended is
-resident.
+only. So there is progress as long as every rank's lowest-numbered program that has not ended is resident.
 
 Rejected: credits (this protocol saves a signal per op and peer), one flag per 8 or 16 bytes of a wider
 store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second round),

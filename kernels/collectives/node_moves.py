@@ -9,8 +9,7 @@ means::
     "late"     its address: a put only signals, and the receiver copies the data when it waits
 
 A network is between the last two: it reads the source some time after the put has begun and before the
-receiver is notified. Code that is right for both is right for times in between; ``interlace.verify`` runs
-both.
+receiver is notified. Code that is right for both, which ``interlace.verify`` runs, is right for a network.
 
 Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 """

@@ -10,8 +10,7 @@ of the others::
 
     own program | products for rank 1, 2, own | sum and norm own slices, push | collect others' slices |
 
-Every phase waits only for an earlier one of any rank, and all programs are resident, so no order of
-programs blocks.
+Every phase waits only for an earlier one, and all programs are resident, so no order of programs blocks.
 
 Rejected: a sum per tile and a second kernel for the norms (stores the sum in fp32, or rounds it twice), and
 statistics exchanged between programs (a second wait for every tile).
@@ -38,8 +37,7 @@ The table of ``reduce_norm_kernel`` lists the owners of rows. If every rank owns
 one-shot all-reduce. If each owns a part, it is a reduce-scatter, or a two-shot all-reduce if all gather.
 
 In ``low_latency_norm_kernel`` words carry their flags, like in ``kernels/collectives/low_latency.py``. A
-program does all blocks of a row. It sends them all before it sums the first, so many words travel while it
-waits.
+program does all blocks of a row, and sends them all before it sums the first: many words travel meanwhile.
 """
 
 import triton
@@ -531,8 +529,7 @@ def matmul_all_reduce_norm_kernel(
 ):
     """``output[M, N] = residual + activation(sum over ranks of input_r @ weight_r + bias)``, and its norm.
 
-    Legend: as matmul_all_reduce_kernel; ``norm`` as for matmul_reduce_scatter_norm_kernel, of all M rows,
-    on every rank.
+    Legend: as matmul_all_reduce_kernel; ``norm`` as for matmul_reduce_scatter_norm_kernel, of all M rows.
 
     Ordering: as matmul_all_reduce_kernel; a slice of rows is summed when the tiles of all its columns have
     arrived from all sources.

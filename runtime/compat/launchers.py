@@ -3,8 +3,7 @@
 docs/how-to/run/launching.md has a table. The order is torchrun, Open MPI, MPICH (also Intel MPI), SLURM.
 The first with a rank and a world size is used, because an mpirun inside a SLURM step has its own ranks.
 Ranks on one host meet at 127.0.0.1. All ranks must derive the same address. Open MPI starts its ranks on
-other hosts by a SLURM step, but those on its own host without one, so the step's variables are not used for
-them.
+other hosts by a SLURM step, but those on its own host without one, so the step's variables are not used.
 """
 
 import os

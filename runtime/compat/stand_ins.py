@@ -168,8 +168,7 @@ def _nothing_stands_in() -> Iterator[None]:
 def imported_as_it_is(package: str, then: Callable[[types.ModuleType], None]) -> Iterator[None]:
     """Within the block, modules of ``package`` see the real objects while they are imported.
 
-    So they can be imported while stand-ins are installed, and keep no reference to them. ``then`` is called
-    with each such module.
+    So they keep no reference to installed stand-ins. ``then`` is called with each such module.
     """
 
     class Finder:

@@ -1,8 +1,7 @@
 """Compile one kernel for a GPU that may be absent, and measure the result.
 
 The processes of ``pool.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
-setting is. With Triton's cache, which also keeps disassemblies, compiling an unchanged kernel again takes
-milliseconds.
+setting is. With Triton's cache, which also keeps disassemblies, an unchanged kernel takes milliseconds.
 
 For launches without Triton it writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The last one
 describes this very compilation: Triton's signature and metadata, and the declarations of the PTX. A cubin

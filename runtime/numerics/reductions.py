@@ -7,8 +7,7 @@ divided.
 The order is always from left to right, and in min and max NaN wins, as in torch. Equal ranges of equal
 parts give equal bits. The position of an element in its range may decide the sign of a zero that min or max
 finds among zeros of both signs, and the last bit of a complex product, because torch's loop over whole
-registers and its loop over the rest differ there. So ranks that each reduce the same data must cut it
-alike.
+registers and its loop over the rest differ there. So ranks that reduce the same data must cut it alike.
 
 All is computed in the usual floating-point mode: to the nearest, with denormal numbers. Ranks that each sum
 the same data get the same bits only in the same mode, and a user may set another mode on one of them

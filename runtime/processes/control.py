@@ -158,8 +158,7 @@ class CoreSpread:
     other core and at once allowed all its cores again, so the operating system decides afterwards. A rank
     never moves to a core outside the thread's own affinity.
 
-    A published core may be out of date when another rank reads it. The only effect is one nudge too few or
-    too many.
+    If a published core is out of date when another rank reads it, there is one nudge too few or too many.
     """
 
     def __init__(self, words: Sequence[memoryview], rank: int) -> None:

@@ -87,8 +87,7 @@ class Configuration:
     def stored_parts(self) -> int:
         """``epilogue_subtile``, or fewer if parts of a narrow tile would be smaller than a TMA store.
 
-        With ``warp_roles`` at least two, because there is room for two: one is stored while the next is
-        made.
+        With ``warp_roles`` at least two: one is stored while the next is made.
         """
         parts = max(self.epilogue_subtile, 2 if self.warp_roles else 1)
         return min(parts, max(1, self.block_n // SMALLEST_DOT))

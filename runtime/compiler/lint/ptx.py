@@ -14,8 +14,7 @@ They also count the lines of an inline assembly text as if they were lines of th
 The later form is ambiguous. If A calls B at two lines and B calls C, C's instructions name their line of B,
 but not the call of B. That line has one ``.loc`` per call, but not one at each block of C, and blocks are
 not in source order, so the last ``.loc`` may belong to the other call. The preceding instructions decide:
-of the possible chains, an instruction has the one that shares the most calls with the instruction before
-it.
+of the possible chains, an instruction has the one that shares the most calls with the one before it.
 """
 
 import functools

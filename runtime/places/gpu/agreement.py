@@ -3,8 +3,7 @@
 Streams make ops asynchronous. A host that waits for its peers at every call would lose its head start on
 the GPU. So a rank does not wait again for a call on which all ranks have agreed before: it writes a note of
 the call where the peers see it, and continues. The notes are compared afterwards, at the rank's next calls
-and by its watchdog. A difference is then reported as it would have been at the call, on all ranks, and
-fails the group.
+and by its watchdog. A difference is then reported as at the call, on all ranks, and fails the group.
 
 Only calls that are equal on all ranks and have no part of the rank's own (``Call.part``) are assumed to
 agree again. A part, such as the length of a shard, may differ the next time. A rank waits for calls with a

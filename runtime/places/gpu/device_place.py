@@ -24,8 +24,7 @@ A program counts as a whole multiprocessor. Signal kernels, of one warp, do not 
 ``program_limit`` leaves. Copies and torch code wait for no other rank while they hold one.
 
 An op that has to wait for another one joins it: from then on both are one *chain*, which never needs more
-than its largest op. A single group is one chain and costs nothing, because its ops follow each other
-anyway.
+than its largest op. A single group is one chain and costs nothing: its ops follow each other anyway.
 
 Ops that a graph replays are not seen. A program that replays graphs of several groups at the same time must
 order the replays alike on all ranks, on one stream.

@@ -2,8 +2,7 @@
 
 Within a node it works like the place ``cuda``: ranks address each other's memory. To other nodes, kernels
 put by NVSHMEM. Only kernels that put are linked with its device library. NVSHMEM's mappings determine which
-ranks share a node. If all nodes of a machine share one NVLink domain, there is one node, and no kernel
-puts.
+ranks share a node. If all nodes of a machine share one NVLink domain, it is one node: no kernel puts.
 
 Streams signal only by kernels, because stream memory operations need the peer's address, too.
 

@@ -39,8 +39,7 @@ class Point:
     """The place after all that was enqueued on a CUDA stream so far.
 
     ``event`` is recorded instead of a new one; it then means its last recording. ``pool`` has events that
-    no point needs any more, and receives this one's: one event exists for every op in flight, not for every
-    op.
+    no point needs any more, and receives this one's: there is one event for every op in flight.
     """
 
     __slots__ = ("_event", "_pool", "number", "recorded", "target")

@@ -31,8 +31,7 @@ large     in pieces, after all ranks agree. The steps within the host overlap wi
 data that it has received from host k. If host k has more ranks than this one, there are several rounds.
 
 Rejected: an all-reduce of gloo between hosts. It supports few dtypes, rounds halves at every step, and sums
-in an order of its own. Also rejected: gathering at one rank per host, which leaves the other ranks' cores
-and links idle.
+in an order of its own. Also rejected: gathering at one rank per host, where other cores and links idle.
 
 Reductions have two steps: over the ranks of each host, then over the hosts. A host sends a partial result
 in the dtype in which :func:`reductions.fold` would continue, so that there is one rounding, at the end::

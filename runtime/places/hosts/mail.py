@@ -7,8 +7,7 @@ message that no receive has asked for stays in the connection's buffers and at i
 arrive all the same.
 
 A thread cannot wait for shared memory and for connections at once. If it waits for ranks of one kind, it
-sleeps until one of them has something, and checks the others now and then. If it waits for both kinds, it
-checks more often.
+sleeps until one of them has something, and checks the others now and then, more often if it waits for both.
 
 When a connection ends, its rank has left or is gone; ``links.py`` knows which.
 """

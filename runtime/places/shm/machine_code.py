@@ -1,8 +1,7 @@
 """Steps of a collective, run by machine code: copies, sums, stores and waits on words of shared memory.
 
 In an op of a few microseconds, most of the time is Python's own (docs/explanation/performance.md). So all
-that an op does between its first and its last word is recorded once, as :class:`Steps`, and then run by one
-call.
+that an op does between its first and its last word is recorded once, as :class:`Steps`, and run by a call.
 
 Steps stop where they need Python: a peer does not come (WAIT), or has sent another message (COMPARE).
 :meth:`Steps.run` then returns the number of that step. The caller handles it and continues there.
@@ -244,8 +243,7 @@ class Steps:
     """A list of steps. Add them in order, then :meth:`run` them any number of times.
 
     ``words`` is the memory of the list, in which ``registers[r]`` is register r; register 0 is 0.
-    ``memory`` are the registers as bytes. Addresses must stay mapped. Lists must not change after they were
-    added.
+    ``memory`` are the registers as bytes. Addresses must stay mapped, and added lists must not change.
     """
 
     __slots__ = ("_code", "_rows", "_words", "kinds", "memory", "notes", "registers", "run")

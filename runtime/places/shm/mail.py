@@ -7,8 +7,7 @@ no harm there. The timeout of a message is that of its op, from the op's beginni
 waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
-with a negative tag, and ``MessageEnd`` describes how the sender learns of it. Accepted messages need no
-answer.
+with a negative tag (``MessageEnd`` says how the sender learns of it). Accepted messages need no answer.
 
 A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
 data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for

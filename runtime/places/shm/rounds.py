@@ -14,8 +14,7 @@ slice. (6 busy loops on 2 cores, steps of computing and 1 MiB: 5.6 sleeps per st
 2026.)
 
 Rounds are counted over the life of the group, alike on all ranks. An op begins when every rank has called
-it, and a rank calls an op only after it has finished the last one, so its first rounds find their slots
-free.
+it, and a rank calls an op only after it has finished the last one, so its first slots are free.
 
 After the slots there are places for data of middle size, which goes with its message like small data.
 
