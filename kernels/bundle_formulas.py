@@ -57,10 +57,7 @@ class LackingValueError(ValueError):
 
 
 class LaunchValues:
-    """Numbers and lists by name: launch values, constants of a build, and an op's computed quantities.
-
-    A function gets them as attributes. Each is computed at its first use.
-    """
+    """Launch values, constants of a build, and an op's quantities, each computed at its first use."""
 
     def __init__(
         self, op: str, given: Mapping[str, Any], constants: Mapping[str, int] | None = None
@@ -106,7 +103,6 @@ def fitting(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> Any:
-    """Return a whole number or a list of them."""
     try:
         if isinstance(value, Iterable):
             return fitting(name, [one.__index__() for one in value])
@@ -157,13 +153,11 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
 
 
 def inputs(condition: str) -> list[str]:
-    """Return names of the numbers and lists in a condition."""
     words = condition.translate(str.maketrans("()", "  ")).split()
     return sorted({word for word in words if word.isidentifier()} - {"len", "max", "min"})
 
 
 def _after(v: Any, byte: int) -> int:
-    """Return the next multiple at which a region of data begins."""
     return ceil_div(byte, v.DATA_ALIGNMENT) * int(v.DATA_ALIGNMENT)
 
 

@@ -17,15 +17,11 @@ Line = list[int]
 
 
 def ceil_div(total: int, part: int) -> int:
-    """Return the number of parts of ``total``; the last may be short."""
     return -(-total // part)
 
 
 def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
-    """Return the programs of a persistent grid: no more than tiles, and than are resident.
-
-    ``reserved`` programs of the grid do something else.
-    """
+    """Return the programs of a persistent grid; ``reserved`` ones of them do something else than tiles."""
     return reserved + max(1, min(resident - reserved, tiles))
 
 
@@ -55,7 +51,6 @@ def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -
 
 
 def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
-    """Return the data region of a gather: all ranks' rows."""
     return sum(rows) * row_bytes
 
 
@@ -68,7 +63,6 @@ def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk
 
 
 def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
-    """Return lines of a rank's sends, in order."""
     count = ceil_div(rows[rank], chunk_size)
     return [
         transfer_line(peer, rank, chunk, rows, chunk_size)
@@ -91,7 +85,6 @@ def arrival_lines(
 def chunk_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
 ) -> list[Line]:
-    """Return lines of ``all_gather_matmul_kernel``'s ``chunks``."""
     arrivals = arrival_lines(rank, world_size, rows, chunk_size, False)
     return numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
@@ -190,10 +183,7 @@ def expert_segment_lines(
 def expert_send_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int, chunk_size: int
 ) -> list[Line]:
-    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ.
-
-    The chunks of a segment have their own slots: ``kernels/experts/grouped_matmul.py`` explains why.
-    """
+    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ."""
     total = len(splits) // world_size
     lines = []
     for step in range(1, world_size):
@@ -290,7 +280,6 @@ def key_lines(rows: Sequence[int]) -> list[Line]:
 
 
 def all_causal_spans(rows: Sequence[int]) -> list[Line]:
-    """``causal_spans`` of all ranks, one after another."""
     return [line for rank in range(len(rows)) for line in causal_spans(rank, rows)]
 
 
@@ -300,5 +289,4 @@ def pieces_of(rows: int, block: int, most: int) -> int:
 
 
 def piece_rows(rows: int, block: int, most: int) -> int:
-    """Keys of a piece."""
     return ceil_div(ceil_div(rows, block), pieces_of(rows, block, most)) * block

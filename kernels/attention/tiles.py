@@ -5,8 +5,7 @@ V. Keys and values are *packed*: row n has the keys ``[batches, key heads, D]``,
 ``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
 A query sees one interval of positions (``Spans``): this covers causal masks, windows and packed sequences.
-Keys know their positions because a part is one or two runs of the whole sequence (two if a rank has one
-chunk from the front and one from the back).
+A part is one or two runs of the sequence: two if a rank has a chunk from the front and one from the back.
 
 Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
 """
@@ -46,7 +45,6 @@ def place_of_tile(tile, tiles_m, heads):
 
 @triton.jit
 def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
-    """Point to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
     offs_d = tl.arange(0, BLOCK)
     # int64 before the products: a batch times its stride may pass 2**31 elements.
     head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
@@ -55,7 +53,6 @@ def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return which of ``BLOCK`` elements of rows ``offs_m`` exist, for heads of ``SIZE``."""
     return (offs_m < rows)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
 
 
@@ -96,7 +93,6 @@ def key_head(heads, head):
 
 @triton.jit
 def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
-    """Point to the keys, and to the values, of a key head in the packed row at ``rows_ptr``."""
     line = (batch * heads.key_heads + of_head).to(tl.int64)
     values_ptr = rows_ptr + heads.batches * heads.key_heads * TILES.HEAD_DIM
     return rows_ptr + line * TILES.HEAD_DIM, values_ptr + line * TILES.VALUE_DIM
@@ -127,7 +123,6 @@ def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
 
 @triton.jit
 def reach_of(low, high, scale):
-    """Return the result of ``load_reach`` for rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 
@@ -194,7 +189,6 @@ def soften(product, largest, total, scale):
 
 @triton.jit
 def weigh(acc, before, weight, value, TILES: tl.constexpr):
-    """Return ``acc * before + weight @ value``."""
     weight = weight.to(value.dtype)
     return tl.dot(weight, value, acc * before[:, None], input_precision=TILES.INPUT_PRECISION)
 

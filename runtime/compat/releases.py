@@ -1,8 +1,7 @@
 """This release, the releases of Python, torch and Triton it was tried with, and warnings about others.
 
-The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it.
-If it lacks an internal that interlace needs, the import error names the internal and the releases that have
-it.
+The metadata of the package has no upper bounds; a newer release gets one warning. If it lacks an internal
+that interlace needs, the import error names the internal and the releases that have it.
 """
 
 import contextlib
@@ -50,7 +49,6 @@ def release(version: str) -> Release:
 
 
 def untried_releases() -> str:
-    """Return the installed releases outside the tried range, in words; "" if there are none."""
     found = [
         f"{name} {installed_release(name)} (tried: {_words(name)})"
         for name in TRIED
@@ -65,7 +63,6 @@ def _words(name: str) -> str:
 
 
 def warn_of_untried() -> None:
-    """Warn once, in the process that imports interlace first, and name all newer releases."""
     first = SAID not in os.environ and os.environ.get("RANK", "0") == "0"
     if first and (found := untried_releases()):
         os.environ[SAID] = "1"

@@ -164,7 +164,6 @@ def specialised_arguments(
 def _by_field(
     parameters: Mapping[str, inspect.Parameter], arguments: Iterable[str]
 ) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield every parameter in order, or its fields if fields are named."""
     by_name: dict[str, list[str]] = {}
     for argument in arguments:
         by_name.setdefault(argument.partition(".")[0], []).append(argument)
@@ -181,7 +180,6 @@ def _type(name: str, argument: str, kind: object) -> str:
 
 
 def _constant(name: str, argument: str, value: object) -> object:
-    """Return ``value`` in a form that can be sent to another process."""
     import triton.language as tl
 
     if isinstance(value, tl.constexpr):

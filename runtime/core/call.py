@@ -73,7 +73,6 @@ class Call:
             self.fitting = messages  # a repeated call is not parsed again
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
-        """Return every rank's part, by rank; raise as :meth:`verify` does."""
         equal = messages.count(self.message) == len(messages)  # then nothing has to be parsed
         parts = [self.part] * len(messages) if equal else compare(messages)
         if self.match is not None:
@@ -87,7 +86,6 @@ and the call that ranks agree on, if it is known."""
 
 
 def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
-    """Remove the first of ``waiting`` that ``fits``, and return it; None if none does."""
     found = next((each for each in waiting if fits(each)), None)
     if found is not None:
         waiting.remove(found)
@@ -153,7 +151,6 @@ class MessageEnd(Future[Outcome]):
         return self._error
 
     def sleep(self, seconds: float | None) -> None:
-        """Sleep until another thread has ended the message, at most ``seconds``."""
         if not self.settled:
             event = vars(self).setdefault("_event", threading.Event())
             if not self.settled:  # otherwise ``tell`` may not have seen the event

@@ -289,7 +289,6 @@ class Communicator:
         return future.result().result
 
     def _run_start(self, op: str, start: Start) -> Outcome:
-        """Return the outcome of the launch side of an op that was queued."""
         if self._out_of_step:  # because of an op that was queued before this one
             raise self._over(op)
         try:
@@ -314,10 +313,7 @@ class Communicator:
         peer: int | None = None,
         tag: int = 0,
     ) -> Work:
-        """Let the engine send or receive ``tensor``; never block, in any order of calls.
-
-        ``start`` knows ``peer`` and ``tag``; they are passed for hooks.
-        """
+        """Let the engine send or receive ``tensor``; never block, in any order of calls."""
         if self.hooks.watching:
             return self.hooks.transfer(call, start, tensor, peer, tag)  # type: ignore[no-any-return]
         if self._closed or self._out_of_step:

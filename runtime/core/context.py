@@ -25,12 +25,10 @@ class OpRanges:
         self.names: list[str] = []
 
     def begin(self, algorithm: str) -> None:
-        """Open the range of ``algorithm``, which lasts until the launch side ends."""
         self.names.append(f"{self._op}:{algorithm}")
         self._open.enter_context(profile_range(self.names[-1]))
 
     def around(self, start: Start) -> Any:
-        """Run ``start``, the launch side of the op, with these ranges."""
         with context_with(op_ranges=self), self._open:
             return start()
 
@@ -65,8 +63,7 @@ class CallContext:
     def terms(self) -> tuple[Terms, Terms]:
         """The terms that ranks compare before and after an op's own terms.
 
-        They are the gradients, because a rank that alone needs one would wait for other ranks in backward,
-        and the configuration.
+        They are the configuration, and the gradients: a rank that alone needs one would wait in backward.
         """
         more = [each for each in ((NEEDED, self.needs), (BESIDE, self.beside)) if each[1]]
         return tuple(more), (("configuration", self.overrides),)
@@ -113,7 +110,6 @@ def comparing(*terms: tuple[str, object]) -> contextlib.AbstractContextManager[N
 
 
 def with_context(terms: Terms) -> Terms:
-    """Add the context's terms to an op's own ``terms``."""
     before, behind = current().terms
     return *before, *terms, *behind
 

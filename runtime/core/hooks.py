@@ -81,8 +81,6 @@ class HookedOp:
 
 
 class Hook(NamedTuple):
-    """The functions of one registration."""
-
     before: Callable[[HookedOp], object] | None
     after: Callable[[HookedOp], object] | None
     on_abort: Callable[[Any, BaseException], object] | None
@@ -153,7 +151,6 @@ class OpHooks:
         return handle
 
     def watch(self) -> None:
-        """See ops from the next one on, for as long as there are hooks or a profile."""
         self.watching = not self._within
 
     def named(self, op: str, start: Start) -> Start:
@@ -177,8 +174,6 @@ class OpHooks:
     def transfer(self, call: Call, start: object, *given: object) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
-
-    # -- an op -------------------------------------------------------------------------------------
 
     def _call(self, op: str, named: Iterable[tuple[str, object]]) -> HookedOp:
         self._count += 1
@@ -330,7 +325,6 @@ class WatchedWork(Work):
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in ``value``, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif hasattr(value, "__dlpack__"):

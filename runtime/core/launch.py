@@ -1,8 +1,5 @@
 """One launch of a kernel: the kernel, its grid, its arguments and its compile options.
 
-The same :class:`KernelLaunch` is compiled by Triton on a GPU (``places/gpu/launch.py``) and interpreted, by
-``sim/scheduler/scheduler.py``, on a CPU.
-
 Kernels take ``NamedTuple``s (``kernels/arguments.py``), but compilations and launches need single values.
 This file takes tuples with names apart, and puts them together again. Here a value has a *path*,
 ``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
@@ -29,8 +26,6 @@ SMALL = 1 << 31  # numbers below have 32 bits
 
 
 class KernelFunction(Hashable, Protocol):
-    """A function of Triton: compiled for a GPU, interpreted on a CPU."""
-
     fn: Callable[..., object]
     __name__: str
 
@@ -79,7 +74,6 @@ def outside_name(path: str) -> str:
 
 
 def outside(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return single values by their names in a bundle."""
     inside = leaves(arguments)
     named = {outside_name(path): value for path, value in inside.items()}
     assert len(named) == len(inside), f"two fields have the same name in a bundle: {[*inside]}"
@@ -154,10 +148,7 @@ def kind_of(path: str, value: object) -> str:
 def specialise(
     kernel: KernelFunction, arguments: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
-    """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr".
-
-    Raises TypeError if Triton does not accept a value.
-    """
+    """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr"."""
     types: dict[str, str] = {}
     fixed: dict[str, object] = {}
     divisible = []
@@ -226,7 +217,6 @@ class KernelLaunch:
         return int(x), int(y), int(z)
 
     def compiled(self) -> Any:
-        """Return the kernel, compiled for a GPU and loaded, not run: Triton's ``CompiledKernel``."""
         return warmed_up(
             self.kernel,
             compiled_with(self.kernel, self.arguments),

@@ -91,7 +91,6 @@ class Nodes:
 
 
 def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
-    """Return the table of peers: base addresses, 0 if not mapped, then how to put to each rank."""
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
@@ -303,7 +302,6 @@ class UserKernels(PlaceRank):
         return
 
     def owns(self, memory: LocalMemory) -> bool:
-        """Return whether this rank made ``memory``, in this run."""
         return False
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
@@ -332,8 +330,6 @@ class UserKernels(PlaceRank):
 
 
 class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
-    """Memory, execution and control of one rank of one group."""
-
     def new_engine(self, communicator: object) -> Engine:
         """Return the engine of the plain collectives of ``communicator``, which is on this place."""
         return ENGINES["streams"](communicator)
@@ -345,11 +341,9 @@ class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
     # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Send ``tensor`` to ``peer`` as ``Engine.send`` does."""
         raise self._no_messages()
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Receive into ``tensor`` from ``peer``, None for any, as ``Engine.recv`` does."""
         raise self._no_messages()
 
     def _no_messages(self) -> PlaceUnavailableError:

@@ -143,8 +143,7 @@ class Work(TorchWork):
         return error
 
     def result(self) -> Any:
-        """Wait, and return the op's result: the result of a functional op; the list of tensors
-        that an op in place has filled."""
+        """Wait, and return the op's result; of an op in place the list of tensors that it has filled."""
         value = self.wait()
         return self._outputs if value is True else value
 
@@ -181,7 +180,6 @@ class Work(TorchWork):
         return future
 
     def _ordered_future(self) -> torch.futures.Future[Any] | None:
-        """Return a future that orders streams, if the op was enqueued on streams."""
         outcome = self._outcome
         if outcome is None or not outcome.done() or outcome.exception() is not None:
             return None
@@ -189,7 +187,6 @@ class Work(TorchWork):
         return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
-        """Return the future's value, once the launch side has ended; raise the op's error."""
         result = None if self._outcome is None else self._outcome.result().result
         return self._outputs if result is None else result
 

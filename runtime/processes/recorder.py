@@ -75,8 +75,7 @@ def _inside(module: str | None) -> bool:
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """Return the innermost frame, from ``frame`` outwards, that is not of interlace or torch, and the
-    number of frames inside it."""
+    """Return the innermost frame outside interlace and torch, from ``frame`` outwards, and its depth."""
     depth = 0
     while frame is not None and _inside(frame.f_globals.get("__name__")):
         frame, depth = frame.f_back, depth + 1
@@ -99,8 +98,6 @@ def called_from(function: Callable[[], T]) -> Callable[[], T]:
 
 
 class FlightRecorder:
-    """One rank's record, in ``region``."""
-
     def __init__(self, region: memoryview) -> None:
         self._bytes, self._words = region, region.cast("q")
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
@@ -113,7 +110,6 @@ class FlightRecorder:
         self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
 
     def about(self, identity: object) -> None:
-        """Write who the rank is."""
         text = plain.dumps(identity)
         if 8 + len(text) <= MESSAGES:
             self._bytes[8 : 8 + len(text)] = text
@@ -133,12 +129,10 @@ class FlightRecorder:
     def begins(
         self, ring: int, number: int, one: int, two: int, three: int, four: int, label: int
     ) -> None:
-        """Write entry ``number`` of MESSAGES or OTHERS."""
         at = ring + number % ENTRIES * ENTRY
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
     def ended(self, number: int) -> None:
-        """Record that the op of message ``number`` has ended."""
         self._words[(MESSAGES >> 3) + number % ENTRIES * ENTRY_WORDS + ENDED] = _now()
 
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
@@ -212,7 +206,6 @@ class FlightRecorder:
         _WORD.pack_into(self._bytes, LOG, self._generation)
 
     def _put(self, text: bytes) -> int:
-        """Append ``text`` to the log and return its offset."""
         if (found := self._placed.get(text)) is not None:
             return found
         at = TEXTS + self._at
@@ -222,8 +215,6 @@ class FlightRecorder:
         self._at, self._room = self._at + 2 + len(text), self._room - 2 - len(text)
         return offset
 
-
-# -- reading -----------------------------------------------------------------------------------
 
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
@@ -307,7 +298,6 @@ class RankRecord:
 
     @property
     def name(self) -> int:
-        """Return the rank of the job."""
         return int(self.ranks[self.rank])
 
     @property
@@ -322,7 +312,6 @@ class RankRecord:
 
     @property
     def transfers(self) -> list[PastOp]:
-        """Return the ops between two ranks, in order."""
         return sorted((op for op in self.others if op.peer >= 0), key=lambda op: op.number)
 
 
@@ -394,7 +383,6 @@ def read_file(path: str) -> list[RankRecord]:
 
 
 def read_foot(data: bytes, source: str) -> list[RankRecord]:
-    """Return the records at the end of ``data``."""
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
         raise plain.UnreadableError(f"{source} is no file of the flight recorder")

@@ -190,7 +190,6 @@ class Rendezvous:
         return moved
 
     def hung_up(self, peers: Collection[int]) -> list[int]:
-        """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
         known = {peer: self._connections.get(peer) for peer in peers}
         ranks = {found.fileno(): peer for peer, found in known.items() if found is not None}
@@ -290,7 +289,6 @@ class Rendezvous:
 
 
 def _uid(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
@@ -512,7 +510,6 @@ def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
 
 
 def _card(raw: bytes) -> SocketCard:
-    """Parse a card of the store: the process id and the address of one rank."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
         raise UnreadableError(
@@ -524,10 +521,7 @@ def _card(raw: bytes) -> SocketCard:
 def reason(
     meeting: MeetingPoint | None, rank: int, pids: Mapping[int, int], error: BaseException
 ) -> BaseException:
-    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason.
-
-    ``pids`` are the peers' process ids, by rank. ``error`` may use the ranks of a larger group.
-    """
+    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason."""
     with contextlib.suppress(Exception):  # the store itself may have failed
         if meeting is not None:
             if isinstance(error, PeerDiedError):
@@ -558,15 +552,13 @@ class Roll(Protocol):
         """Count only ``members`` from now on. Raises InterlaceError if the group is closed."""
 
     def said(self, rank: int, word: int) -> int:
-        """Return the last WANTED, ATTEMPT or RESULT of ``rank``. RESULT is twice the attempt, plus 1 if the
-        rank has joined."""
+        """Return the last of these words of ``rank``; RESULT is twice the attempt, plus 1 if it joined."""
 
     def say(self, word: int, value: int) -> None:
         """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
-        """Return the ranks that ended, left or were struck off and will publish nothing more. They include
-        the caller if it was struck off."""
+        """Return the ranks that ended, left or were struck off, maybe the caller: they publish no more."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         """Strike off those of ``ranks`` whose RESULT is less than ``before``."""

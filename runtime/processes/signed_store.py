@@ -1,9 +1,8 @@
 """A store whose values only the processes of one job can write: each value has a keyed digest.
 
-Any process that reaches the port of torch's TCPStore can read and write all of it. The processes of a job
-get a *secret* from their launcher, and accept only values whose digest was made with it. A value with
-another digest counts as missing where a missing value is allowed, and is an error elsewhere. Key and value
-are digested together, so that a value cannot be moved to another key.
+docs/explanation/security.md says against whom. A value with another digest counts as missing where a
+missing value is allowed, and is an error elsewhere. Key and value are digested together, so that a value
+cannot be moved to another key.
 """
 
 import hmac
@@ -40,7 +39,6 @@ def need_secret(rank: int) -> None:
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
-    """Return a digest of ``parts`` that needs ``secret`` to compute."""
     return hmac.digest(secret, b"".join(b"%d:%b" % (len(part), part) for part in parts), "sha256")
 
 

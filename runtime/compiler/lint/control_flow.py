@@ -20,7 +20,6 @@ class Flow:
 
     @functools.cached_property
     def _later(self) -> list[int]:
-        """The instructions after each one, as bit sets."""
         later = [0] * len(self._next)
         for index in self.order[::-1]:
             for after in self._next[index]:
@@ -29,7 +28,6 @@ class Flow:
         return later
 
     def following(self, index: int) -> Sequence[int]:
-        """Return the instructions that may run directly after ``index``."""
         return self._next[index]
 
     def before(self, first: int, second: int) -> bool:

@@ -91,8 +91,6 @@ class MemoryRefused(Exception):
 
 
 class ExchangeStore(Store):
-    """A store for torch's rendezvous, by rounds of ``exchange``; see the module's docstring."""
-
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self._exchange = exchange
@@ -100,7 +98,6 @@ class ExchangeStore(Store):
         self._values: list[bytes] = []
 
     def _round(self) -> list[bytes]:
-        """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
             payload, self._mine = self._mine, None
             self._values = agree_on(self._exchange, VALUE + payload)
@@ -178,10 +175,7 @@ class TorchMemory:
         self._group = symmetric.register_bare_group(self._name, self._store, rank, world_size)
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """Allocate memory of all ranks; ``overlapping``: two ranks are on one GPU.
-
-        Raises MemoryRefused, on all ranks, if it fails.
-        """
+        """Allocate memory of all ranks, or raise MemoryRefused on all; ``overlapping``: two share a GPU."""
         with _lock, together(self._exchange):
             with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
@@ -201,7 +195,6 @@ class TorchMemory:
         return memory
 
     def _meet_ranks(self, memory: torch.Tensor) -> Any:
-        """Return torch's handle of ``memory``, once all ranks have come."""
         agree_on(self._exchange, VALUE)
         with interrupted_after(self._seconds) as passed:
             try:
@@ -221,7 +214,6 @@ class TorchMemory:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set the variable to ``value`` within the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -240,7 +232,6 @@ _given_up: "list[_Exported]" = []
 
 
 def cupy() -> Any:
-    """Return the module CuPy; PlaceUnavailableError if it is missing."""
     try:
         import cupy
     except ImportError as error:
@@ -248,9 +239,6 @@ def cupy() -> Any:
             "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
         ) from error
     return cupy
-
-
-# -- CUDA IPC ----------------------------------------------------------------------------------
 
 
 class _Exported:
@@ -289,7 +277,6 @@ class IpcMemory:
         self._board = [part.data.cast("B").cast("q") for part in self._memory]
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """Implement ``TorchMemory.allocate`` by memory that each rank exports and its peers open."""
         sweep()
         addresses = [0] * self._world_size
         with together(self._exchange):

@@ -139,7 +139,6 @@ class PlanRecorder:
     def begins(
         self, workspace: Workspace | None, *, pulled: bool = False, words: Counted | None = None
     ) -> None:
-        """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))
         self._items.append([])
         self._open = True
@@ -213,7 +212,6 @@ class _Where:
         raise LookupError
 
     def is_whole(self, result: object) -> bool:
-        """Return whether the call returns one dense tensor that covers all of its storage."""
         return (
             isinstance(result, torch.Tensor)
             and result.is_contiguous()
@@ -323,8 +321,6 @@ _MISSED: Any = object()
 
 @dataclass(slots=True)
 class _Again:
-    """A call that is made again: its plan, its tensors and their addresses."""
-
     kind: object
     plan: Plan
     arguments: Tensors
@@ -349,15 +345,10 @@ class Plans:
         self._answered: tuple[bytes, list[bytes]] | None = None
         self.hits = 0
 
-    # -- the short way -------------------------------------------------------------------------
-
     def again(
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
     ) -> tuple[object] | None:
-        """Repeat a call of a known kind and return (result,), or (its Work,) if ``async_op``.
-
-        Returns None for a call of another kind, which is then made without a plan, and watched.
-        """
+        """Repeat a call of a known kind: (result,), or (its Work,) if ``async_op``; None for others."""
         op, into = form.op, form.fills
         if into is None:
             return None
@@ -431,7 +422,6 @@ class Plans:
             place.leave()
 
     def _start_on_stream(self, op: str, call: _Again, outputs: Any) -> Any:
-        """Repeat ``call`` on the group's own stream and return its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
         before, place.asynchronous = place.asynchronous, True
@@ -530,8 +520,6 @@ class Plans:
             end.points, end.submitted = [Point(target)], True
         return end
 
-    # -- the long way, watched -----------------------------------------------------------------
-
     def agree(self, call: Call) -> list[bytes]:
         """Return every rank's message of ``call``, which may be a part of what is being recorded."""
         answered, self._answered = self._answered, None
@@ -544,7 +532,6 @@ class Plans:
         return answers
 
     def lasting_tensors(self) -> Tensors:
-        """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
         memory = [part for buffer in buffers for part in buffer.peer_bytes]
@@ -552,11 +539,9 @@ class Plans:
         return [*tables, *(buffer.peers for buffer in buffers), *memory]
 
     def launched(self) -> None:
-        """Record that the host has enqueued all that it has agreed on."""
         self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:
-        """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
         self.launched()
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:

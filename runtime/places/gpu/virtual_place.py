@@ -76,7 +76,6 @@ class Turns:
         self._running = True
 
     def finish(self) -> None:
-        """Pass the turn on: the rank with the turn has ended."""
         with self._condition:
             self._ranks_left -= 1
             self._running = False
@@ -123,7 +122,6 @@ class Turns:
             )
 
     def forget(self, key: object) -> None:
-        """Delete a meeting that every rank has left."""
         with self._condition:
             self._meetings.pop(key, None)
 

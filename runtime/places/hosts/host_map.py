@@ -14,8 +14,6 @@ Process and mount namespaces do not matter, because descriptors of memory and of
 across them. So two containers of one pod are one host. Two containers with networks of their own are two
 hosts, and are connected like two machines, which is slower but right.
 
-Every rank puts a :class:`Card` into the store, see ``processes/rendezvous.py``.
-
 When gloo fails to connect, it does not say which connection failed, and it says nothing before that. So
 every rank checks now and then whether a rank of its own host has ended, which ranks of other hosts cannot
 see. A rank that fails publishes its reason in the store before the others can notice. A rank that fails
@@ -91,7 +89,6 @@ class Card:
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
-        """Parse the card that a rank has put into the store."""
         found = plain.loads(data)
         if not isinstance(found, cls):
             raise plain.UnreadableError(f"the store has no card of a rank but {found!r:.99}")
@@ -106,7 +103,6 @@ class HostMap:
 
     @classmethod
     def of(cls, keys: Sequence[str]) -> HostMap:
-        """Build the map from the host of each rank."""
         by_host: dict[str, list[int]] = {}
         for rank, key in enumerate(keys):
             by_host.setdefault(key, []).append(rank)
@@ -121,7 +117,6 @@ class HostMap:
 
 
 def address_towards(host: str) -> str | None:
-    """Return this machine's address on the way to ``host``, or None if there is no way."""
     with contextlib.suppress(OSError):
         ways = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, target in ways:
@@ -132,7 +127,6 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_address(interface: str) -> str | None:
-    """Return this machine's address on ``interface``, or None if it has none."""
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
         contextlib.suppress(OSError),
@@ -224,7 +218,6 @@ def connected(
 
 
 def _descriptors() -> dict[int, int]:
-    """Return this process's open descriptors and their inodes."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # for the descriptor with which they were listed
@@ -271,7 +264,6 @@ class Joining:
         self._known: InterlaceError | None = None
 
     def step(self) -> None:
-        """Spend a moment. Raises if the group cannot be joined, or on timeout."""
         self._patience.step(self._doing, self._peers)
 
     def look(self, *_: object) -> None:
@@ -334,7 +326,6 @@ class Joining:
         return None
 
     def _silent(self) -> list[int]:
-        """Return the ranks that do not answer now."""
         silent = {peer: self._said(peer) for peer in self._peers}
         self._say(_ASKED, os.urandom(8).hex())
         until = time.monotonic() + ANSWER_SECONDS

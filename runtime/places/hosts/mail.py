@@ -7,8 +7,7 @@ message that no receive has asked for stays in the connection's buffers and at i
 arrive all the same.
 
 A thread cannot wait for shared memory and for connections at once. If it waits for ranks of one kind, it
-sleeps until one of them has something, and checks the others now and then. If it waits for both kinds, it
-checks more often.
+sleeps until one of them has something, and checks the others now and then, more often if it waits for both.
 
 When a connection ends, its rank has left or is gone; ``links.py`` knows which.
 """
@@ -73,7 +72,6 @@ class SpanningGroup:
         return Patience(self.rank, bound, self.interruption, judge=judge, since=since)
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """Return why a wait for these ranks can never end, or None."""
         self.awaited = waited_for
         if (failure := self._links.failure) is not None:
             return failure
@@ -98,7 +96,6 @@ class SpanningGroup:
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
     def culprits(self, waited_for: Sequence[int]) -> list[int]:
-        """Return the ranks for which these ranks wait in the end."""
         return sorted({self._links.culprit(rank) for rank in waited_for})
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
@@ -125,13 +122,11 @@ class FarPipe:
         return 0
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """Begin a message to or from ``address``; 0 drops its bytes."""
         memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
         self._memory = None if memory is None else memoryview(memory).cast("B")
         self._moved, self._total = (0, []), nbytes
 
     def let_go(self) -> None:
-        """Drop the rest of the message."""
         self._memory = None
 
     @property
@@ -144,7 +139,6 @@ class FarPipe:
         return moved
 
     def move(self) -> bool:
-        """Move some of its bytes, if possible now. Return whether any were moved."""
         moved, wire = self._count(), self.wire
         size = min(self._total - moved, _AT_ONCE)
         if not size or self.ended or self._busy:
@@ -212,7 +206,6 @@ class FarBox:
         return not self._unsent
 
     def peek(self) -> Record | None:
-        """Return the next record, if all of it has arrived."""
         while True:
             have = self._last - self._first
             if have >= _RECORD.size:
@@ -339,7 +332,6 @@ class SpanningBoxes:
         self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
         sleep: bool, peers: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """See ``Boxes.move``. ``peers``: the ranks for which the caller waits."""
         far = [pipe for pipe in pipes if isinstance(pipe, FarPipe)]
         near = [pipe for pipe in pipes if isinstance(pipe, Pipe)]
         near_blocked = [self._local[peer] for peer in blocked if peer in self._local]

@@ -11,10 +11,9 @@ before it is read need not pass through them. So with a second-level cache of 1 
                       caches, because inputs, rings and outputs of all ranks need the rest
     in_place   4 MiB  half of that share: the same for tensors that are both input and output
 
-With slots of half that size, ops of 1 MiB need two rounds. They took 1.1 to 2.1 times as long on 2 ranks
-(fastest tenth of blocks, on a busy machine; medians 1.0 to 1.1; but broadcast 0.8 and 0.6 times). Ops of
-4 MiB took 0.8 to 1.3 times as long on 4 ranks. With outputs of 4 MiB through the caches, an all_gather of 4
-ranks took 1.7 times as long (EPYC of 2 cores with these caches, torch 2.13, November 2026).
+With slots of half that size, ops of 1 MiB need two rounds, and took 1.1 to 2.1 times as long on 2 ranks
+(broadcast 0.6 to 0.8). With outputs of 4 MiB through the caches, an all_gather of 4 ranks took 1.7 times as
+long (EPYC of 2 cores with these caches, torch 2.13, November 2026).
 
 All ranks must have the same sizes of slots and of data beside messages: they use the last rank's sizes.
 
@@ -64,8 +63,6 @@ class Caches(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """The thresholds, in bytes; see above."""
-
     medium: int
     reduced: int
     slot: int
@@ -80,7 +77,6 @@ class Thresholds(NamedTuple):
 
 @functools.cache
 def own_caches() -> Caches:
-    """Return the caches of the cores that this process may use."""
     return caches(os.sched_getaffinity(0))
 
 
@@ -100,7 +96,6 @@ def caches(cores: Iterable[int], folder: Path = CORES) -> Caches:
 
 
 def _of_core(folder: Path) -> list[tuple[int, int, set[int]]]:
-    """Return level, bytes and cores of each cache that holds data."""
     found = []
     for each in folder.glob("index*"):
         try:
@@ -129,8 +124,6 @@ def _parse_list(cores: str) -> set[int]:
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
-# -- writing into rings ------------------------------------------------------------------------
-
 FIRST = False, True, True, False, False, True  # whether the first ops write past the caches
 KEPT = 3  # times of each way
 AGAIN = 64  # ops after which the other way is tried again, because ranks may have moved
@@ -149,7 +142,6 @@ class RingWrites:
         self._choices: dict[Key, WriteChoice] = {}
 
     def past(self, op: str, count: int) -> bool:
-        """Return whether an ``op`` of ``count`` rounds writes past the caches."""
         return self._table[self._place((op, count.bit_length()))] != 0
 
     def took(self, op: str, count: int, past: bool, seconds: float) -> None:
@@ -171,15 +163,12 @@ class RingWrites:
 
 
 class WriteChoice:
-    """The choice for ops of one kind and size."""
-
     def __init__(self) -> None:
         self._ops = 0
         self._times = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         self._then = 0.0  # the time of the better way when the other was tried last
 
     def past(self) -> bool:
-        """Return whether the next op writes past the caches."""
         if self._ops < len(FIRST):
             return FIRST[self._ops]
         best = self._best()
@@ -190,7 +179,6 @@ class WriteChoice:
         return best != (self._ops % AGAIN == 0 or changed)  # the other way is tried now and then
 
     def took(self, past: bool, seconds: float) -> None:
-        """Note an op that was done in this way."""
         tried = self._ops >= len(FIRST) and past != self._best()
         if tried:
             self._times[past].clear()  # they are out of date

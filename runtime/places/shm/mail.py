@@ -7,8 +7,7 @@ no harm there. The timeout of a message is that of its op, from the op's beginni
 waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
-with a negative tag, and ``MessageEnd`` describes how the sender learns of it. Accepted messages need no
-answer.
+with a negative tag (``MessageEnd`` says how the sender learns of it). Accepted messages need no answer.
 
 A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
 data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for
@@ -57,7 +56,6 @@ _DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 @functools.cache
 def _outcome(source: int) -> Outcome:
-    """Return the outcome of a receive from ``source``."""
     return Outcome(None, None, lambda: source)
 
 
@@ -101,8 +99,6 @@ class _Arriving:
 
 @dataclass(eq=False)
 class _Traffic:
-    """The messages in flight between this rank and another."""
-
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
@@ -141,14 +137,10 @@ class Messages:
         return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
-        """Return the ends that a thread may await."""
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
-        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``.
-
-        ``peers``: the ranks for which the caller waits.
-        """
+        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``."""
         # a message that a signal handler begins is moved by the next call
         under_way = [*self._traffic.items()]
         pipes = [t.put for _, t in under_way if t.put is not None and t.leaving]
@@ -262,8 +254,6 @@ class Messages:
         future.set_exception(error)
         self._awaited.discard(future)
 
-    # -- sending -------------------------------------------------------------------------------
-
     def _begin_to_send(self, peer: int, sending: Sending) -> None:
         if peer != self._rank:
             traffic = self._all_traffic[peer]
@@ -316,7 +306,6 @@ class Messages:
         self.boxes.start(traffic.put)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
-        """Handle messages whose last piece has been moved."""
         while traffic.put is not None and traffic.leaving and traffic.put.finished:
             future = traffic.leaving.popleft().future
             if traffic.leaving:
@@ -327,8 +316,6 @@ class Messages:
             message.whole = True
             if message.wanted is not None:
                 self._finish(message.wanted, message)
-
-    # -- receiving -----------------------------------------------------------------------------
 
     def _begin_to_receive(self, receiving: Receiving) -> None:
         for kept in self._kept:
@@ -341,10 +328,7 @@ class Messages:
         self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
-        """Give the next message from ``peer`` a place, if it is asked for or in the way.
-
-        The part that has arrived goes there at once.
-        """
+        """Give the next message from ``peer`` a place, if it is asked for or in the way."""
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
             fits = self._mismatch(wanted, first) is None
@@ -531,8 +515,6 @@ class Mail:
         self._mover: int | None = None  # the thread that moves messages
         _mails.add(self)
 
-    # -- what the engine calls -----------------------------------------------------------------
-
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send. The future is done when ``tensor`` may be reused."""
         future = _Moving(self, call.op, peer, tag)
@@ -540,7 +522,6 @@ class Mail:
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Begin to receive from ``peer``, or from any rank if None."""
         future = _Moving(self, call.op, peer, tag)
         self._begin(call, future, Receiving(tensor, peer, tag, future))
         return future
@@ -572,10 +553,7 @@ class Mail:
         finally:
             self._entering.discard(future)
 
-    # -- keeping messages moving ---------------------------------------------------------------
-
     def move(self) -> None:
-        """Move messages, unless another thread does so."""
         self._move_for(None, 0.0)
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
@@ -661,11 +639,9 @@ class Mail:
 
     @property
     def awaited(self) -> bool:
-        """Return whether a thread of the caller waits for a message."""
         return bool(self._waiting)
 
     def at_rest(self, function: Callable[[], object]) -> None:
-        """Call ``function`` while no messages move."""
         with self._lock:
             function()
 
@@ -682,7 +658,6 @@ class Mail:
         then()
 
     def _has_to_end(self, messages: Messages) -> bool:
-        """Return whether a message in flight keeps the group open."""
         if self._group.control is None:
             return False
         return messages.leaving and time.monotonic() < ends() if ends() else bool(self._futures())

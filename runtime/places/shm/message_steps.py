@@ -71,8 +71,6 @@ _PACKED = [
 
 
 class Listed(Steps):
-    """Steps of one rank, to be run by machine code."""
-
     __slots__ = ("_control", "_rank")
 
     def __init__(self, control: Control, rank: int) -> None:
@@ -113,13 +111,10 @@ class Listed(Steps):
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
 
     def end(self) -> None:
-        """Record the end of the op."""
         self.stamp((self._control.bases[self._rank] + HEADERS + 8 * ENDED, ENTRY_AT))
 
 
 class AtOnce:
-    """Steps of one rank, done at once in Python."""
-
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
         self.op = ""
@@ -260,7 +255,6 @@ class HostSteps:
         return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
-        """Do the steps that ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
@@ -272,7 +266,6 @@ class HostSteps:
         self._run(steps, addresses)
 
     def at_once(self, addresses: Addresses = ()) -> AtOnce:
-        """Return the steps to do now, in Python."""
         steps = self._at_once
         steps.op = self.call.op
         self._fill(steps.memory, addresses)
@@ -283,7 +276,6 @@ class HostSteps:
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _meet(self) -> bool:
-        """Send the message, wait for all others, and compare them."""
         call, control, sequence = self.call, self.control, self.sequence
         if self.machine_code and call.equal_fits:
             return self.meet()
@@ -332,12 +324,10 @@ def at(operand: Operand, further: int) -> Operand:
 
 
 def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
-    """Put data beside a message.
+    """Put data beside a message; from PAST_FROM bytes on past the caches.
 
-    From PAST_FROM bytes on, it is written past the caches. 2 ranks, all_reduce, time through the caches
-    relative to past them: 0.9 to 1.1 for 4 to 16 KiB, 0.9 to 1.9 for 64 KiB, in runs on a busy machine; but
-    on a Xeon 0.94 (4 KiB) and 0.6 (64 KiB). Rejected: timing both ways op by op, which cost small ops 4 to
-    9 percent (November 2026).
+    Through the caches it took 0.9 to 1.9 times as long for 64 KiB with 2 ranks, but on a Xeon 0.6 times.
+    Rejected: timing both ways op by op, which cost small ops 4 to 9 percent (November 2026).
     """
     if nbytes >= PAST_FROM:
         doing.stream(target, source, nbytes, past=True)

@@ -14,8 +14,7 @@ slice. (6 busy loops on 2 cores, steps of computing and 1 MiB: 5.6 sleeps per st
 2026.)
 
 Rounds are counted over the life of the group, alike on all ranks. An op begins when every rank has called
-it, and a rank calls an op only after it has finished the last one, so its first rounds find their slots
-free.
+it, and a rank calls an op only after it has finished the last one, so its first slots are free.
 
 After the slots there are places for data of middle size, which goes with its message like small data.
 
@@ -83,7 +82,6 @@ class Rounds:
 
     @functools.cached_property
     def ring_writes(self) -> RingWrites:
-        """The ways in which the ranks write into their rings, once they have joined."""
         assert self._group.control is not None
         return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
@@ -92,10 +90,7 @@ class Rounds:
         return self._bases[peer] + self._medium
 
     def _slot(self, rank: int, c: int) -> int:
-        """Return the address of ``rank``'s slot in round ``c`` of an op."""
         return self._bases[rank] + c % SLOTS * self._slot_bytes
-
-    # -- moving --------------------------------------------------------------------------------
 
     def move(
         self,
@@ -139,14 +134,11 @@ class Rounds:
     def _stage(
         self, parts: Sequence[RingPart], numbers: Sequence[int], piece: int, write: Copy, c: int
     ) -> None:
-        """Put a piece of each of these parts into its section of the slot."""
         start = c * piece
         for number in numbers:
             address, total = parts[number]
             if (size := min(piece, total - start)) > 0:
                 write(self._slot(self._rank, c) + number * piece, at(address, start), size)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce_scatter(
         self,

@@ -1,11 +1,9 @@
 """Programs of launches in ``sim``: interpreted as a whole, or compiled if that is not possible.
 
-The interpreter knows programs, not threads. A kernel is compiled, and its PTX is run thread by thread
-(``compiled.py``), if it distinguishes its threads, lets some of them wait, or depends on their number. A
-kernel is also compiled if it names things that only the compiler has: libdevice, ``tl.extra.cuda``,
-aggregates, Gluon, and builtins imported by name, which a session cannot replace. The code shows both before
-the launch: texts and names in the kernel, in functions that it calls, and among its arguments. The
-interpreter refuses a text that is put together at run time and so was not found.
+``docs/how-to/check/ptx.md`` says which kernels are compiled, whose PTX is run thread by thread
+(``compiled.py``). The code shows before the launch whether a kernel is one: texts and names in the kernel,
+in functions that it calls, and among its arguments. The interpreter refuses a text that is put together at
+run time and so was not found.
 """
 
 import functools

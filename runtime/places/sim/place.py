@@ -14,8 +14,6 @@ Messages from rank to rank: one mailbox per group, matched in the order of the c
     matched  the receiver's mail stream copies the message into the tensor, after the receiver's work
              before the recv and the sender's before the send; the future has the end of that copy
 
-A receive stays open, as elsewhere, if no code waits for it and no message arrives.
-
 Multicast addresses of interpreted kernels are numbers that stand for an offset in every rank's memory.
 On a GPU the switch resolves a multicast address; here this table does, for the ``multimem`` instructions
 that ``multimem.py`` runs. The numbers lie where no process has memory, so every other use of them fails.
@@ -198,8 +196,6 @@ class SimWorld:
 
 
 class SimEvent(Event):
-    """An event that completes when its stream reaches it."""
-
     def __init__(self, place: "SimPlace", *, completed: bool = False) -> None:
         self._place = place
         self.completed = completed
@@ -350,7 +346,6 @@ class SimStream(Stream):
 
 
 def _epoch(workspace: Workspace) -> int:
-    """Return the epoch of the op that runs now on the workspace's channel."""
     return int(workspace.header(workspace.rank)[EPOCH_WORD]) + 1
 
 
@@ -537,7 +532,6 @@ class SimPlace(Place):
         return self.host_point() if stream is None else stream.record()
 
     def host_point(self) -> Event:
-        """Return an event after all earlier work of the host."""
         event = SimEvent(self, completed=True)
         self._observer.on_record(self._scheduler.current, event)
         return event
@@ -550,7 +544,6 @@ class SimPlace(Place):
             stream.wait_event(event)
 
     def hold_host(self, event: Event, waiting_for: str) -> None:
-        """Block the user task until ``event``."""
         if not event.is_completed():
             self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
         self._observer.on_wait_event(self._scheduler.current, event)

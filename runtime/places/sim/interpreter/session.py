@@ -13,9 +13,6 @@ pointers, shift, broadcast or reshape them keep the handle's type, and so the or
 a tensor becomes an argument, and where one number becomes a pointer: there the hooks return the memory that
 the number means. A block of numbers, such as the addresses of all ranks, has no origin; nor has a choice
 between pointers of different origins. Their accesses are looked up one by one.
-
-Tensor descriptors that TMA cannot use are refused here with an error that names their origin: the
-interpreter only asserts.
 """
 
 import difflib
@@ -469,12 +466,10 @@ def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
 
 
 def chosen(pointers: Handle, mask: Mask) -> Numbers:
-    """Return for each pointer whether the mask is set."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
 def as_mask(chosen: Numbers) -> TensorHandle:
-    """Return the handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 

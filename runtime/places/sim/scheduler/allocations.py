@@ -78,7 +78,6 @@ class MemoryRange:
 
 
 def byte_of(memory: str, offset: int, part: str) -> str:
-    """Return the name of a byte of ``memory``, and of its ``part``, if that has a name."""
     return f"{memory}, byte {offset}" + (f" ({part})" if part else "")
 
 
@@ -129,7 +128,6 @@ class Allocations:
         return memory
 
     def at(self, address: int) -> MemoryRange | None:
-        """Return the allocation that has this address."""
         position = bisect_right(self._bases, address) - 1
         found = self._by_base[self._bases[position]] if position >= 0 else None
         return found if found is not None and address < found.end else None
@@ -153,7 +151,6 @@ class Allocations:
         return byte_of(found.name, offset, found.part(offset))
 
     def part(self, name: str, offset: int) -> str:
-        """Return :meth:`MemoryRange.part` of the memory with that name."""
         return next((e.part(offset) for e in self._by_base.values() if e.name == name), "")
 
     def name(self, address: int) -> str:
@@ -198,7 +195,6 @@ class Allocations:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
     def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
-        """Return the origin of the pointer in a launch's argument."""
         tensor = getattr(tensor, "base", tensor)  # Triton reinterprets one by a wrapper
         if not isinstance(tensor, torch.Tensor):
             return None

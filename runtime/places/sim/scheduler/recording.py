@@ -96,8 +96,6 @@ class Signal(NamedTuple):
 
 @dataclass
 class Recording:
-    """All spans and signals of a run, in the order of time."""
-
     unit: str
     spans: list[RecordedSpan]
     signals: list[Signal]
@@ -107,14 +105,12 @@ class Recording:
         return sum(span.nbytes for span in self.spans if span.rank == rank)
 
     def extent(self) -> tuple[int, int]:
-        """Return the first and the last moment of programs."""
         spans = [span for span in self.spans if span.kind != "item"] or self.spans
         if not spans:
             return 0, 1
         return min(span.start for span in spans), max(span.end for span in spans)
 
     def arrivals(self, rank: int) -> list[Signal]:
-        """Return the chunks that other ranks published to ``rank``."""
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
 
     def tiles(self, rank: int) -> list[RecordedSpan]:
@@ -127,7 +123,6 @@ class Recording:
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
     def ended_by(self) -> dict[RecordedSpan, Signal]:
-        """Return the publish that ended each wait for a slot."""
         by_slot = _by_slot(self.signals)
         found = {}
         for span in self.spans:
@@ -242,7 +237,6 @@ class _Trace:
 
 
 def title_of(span: RecordedSpan) -> str:
-    """Return the span in words."""
     if span.label:
         return span.label
     return {
@@ -290,7 +284,6 @@ class Recorder(Observer):
         self._last = 0
 
     def recording(self) -> Recording:
-        """Return a recording of everything so far, for :func:`merge`."""
         unit = MICROSECONDS if self._steps is None else STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 

@@ -107,7 +107,6 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line(task: Task) -> str:
-    """Return the line of the user's code at which a suspended user task is."""
     return line_of(user_frame(task.greenlet.gr_frame))
 
 

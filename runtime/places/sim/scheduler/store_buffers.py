@@ -99,8 +99,6 @@ class _PendingStore:
 
 
 class StoreBuffers:
-    """The stores of a run that are not visible yet."""
-
     def __init__(self, seed: int, observer: Observer) -> None:
         self._observer = observer
         self._random = random.Random(~seed)
@@ -186,7 +184,6 @@ class StoreBuffers:
             pending.rank_only |= scope == "gpu"
 
     def _split(self, task: Task, threads: Numbers) -> None:
-        """Split stores between ``threads`` and other threads."""
         parted = []
         for pending in self._pending:
             whole = pending.task is not task or pending.ordered or pending.own(threads)
