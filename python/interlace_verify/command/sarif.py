@@ -40,7 +40,6 @@ Lines = Sequence[SourceText]
 
 
 def write(path: str, results: Sequence[JobResult]) -> None:
-    """Write a SARIF log of one run."""
     root = repository(pathlib.Path.cwd())
     found: dict[object, dict[str, Any]] = {}
     for each in (each for result in results for each in findings(result, root)):
@@ -82,7 +81,6 @@ def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
 
 
 def _cause(finding: dict[str, Any]) -> tuple[str, str]:
-    """Return a key that is equal for the same failure in several checks and for findings of equal text."""
     of_a_run = finding["ruleId"].startswith("schedules/")
     return finding["ruleId"], repr(finding["locations"] if of_a_run else finding["message"])
 

@@ -1,7 +1,4 @@
-"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings.
-
-The page of ``--html`` shows findings as panels: schedules, with races and deadlocks in red.
-"""
+"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings."""
 
 import contextlib
 import json
@@ -264,7 +261,6 @@ def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None
 
 
 def panels(result: JobResult) -> Iterator[Panel]:
-    """Yield a panel for each finding of a job."""
     title, report = f"{result.subject.rpartition('::')[2]}, {result.variant}", result.report
     if isinstance(report, RaceReport):
         stories = {story.seed: story for story in report.stories}
@@ -323,7 +319,6 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
 
 
 def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
-    """Return the targets of the arrows of an endless wait: the last events of the tasks it waits for."""
     ranks = [] if wait.source is None else [wait.source]
     if kernel := re.match(r"the end of kernel (\w+)", wait.waiting_for):
         lanes = [

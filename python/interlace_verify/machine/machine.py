@@ -3,11 +3,8 @@
 A program starts as one group. If its threads branch apart, it becomes several groups; groups that meet at
 an instruction merge. The group that is furthest behind runs next (``module.py`` has the order), so that
 threads wait where their paths meet. A group in a loop that polls memory which others write lets the others
-run first. A barrier holds a group until all threads of the barrier have arrived. An instruction of a whole
-warp holds it until the warp has arrived, and a wait for an mbarrier until its phase is complete.
-
-In some intervals between barriers, which the seed draws for each block, warps run apart. Only a barrier
-merges them. So code that works only while warps happen to run together fails in some schedules.
+run first. In some intervals between barriers, which the seed draws for each block, warps run apart. Only a
+barrier merges them. So code that works only while warps happen to run together fails in some schedules.
 
 Other programs run only between accesses that the hooks see.
 
@@ -64,10 +61,7 @@ class Spins:
         self._task.seen.clear()
 
     def waits(self, polls: int) -> bool:
-        """After a round of a loop that will repeat unchanged, wait for its last ``polls`` words.
-
-        Return False if fewer words were read since memory last changed.
-        """
+        """Wait for the last ``polls`` words, if the round will repeat unchanged."""
         seen = self._task.seen
         if len(seen) < polls:
             return False
@@ -167,11 +161,7 @@ class _ThreadGroup:
 
 
 class PtxMachine:
-    """One program of ``kernel``.
-
-    ``parameters`` are values by name, ``variables`` addresses. ``dynamic_bytes`` is the dynamic shared
-    memory. ``origins``: the origins of the addresses in registers, by slot.
-    """
+    """One program of ``kernel``. ``variables`` are addresses; ``origins`` are by slot."""
 
     def __init__(
         self,
@@ -230,7 +220,6 @@ class PtxMachine:
     # -- groups ------------------------------------------------------------------------------------
 
     def _next(self) -> _ThreadGroup:
-        """Return the next group to run. Groups that have met are merged first."""
         if len(self._groups) > 1:
             self._merge()
         if len(self._groups) == 1 and not self._groups[0].waits:
@@ -254,7 +243,6 @@ class PtxMachine:
         return min(own, key=lambda group: (group.rounds, order[group.at]))
 
     def _perhaps_part(self) -> None:
-        """At random, split a program that is one group into one group for each warp."""
         if len(self._groups) > 1 or self._random.random() >= APART:
             return
         (whole,) = self._groups
@@ -375,7 +363,6 @@ class PtxMachine:
         group.at += 1
 
     def _fan_out(self, group: _ThreadGroup, step: Instruction, taken: Any) -> None:
-        """Send each thread to the target of its index. Threads that do not branch go on."""
         chosen = np.broadcast_to(self.program.branch, taken.shape)
         for index in np.unique(chosen[taken]).tolist():
             if index >= len(step.targets):
@@ -392,7 +379,6 @@ class PtxMachine:
             self._groups.remove(group)
 
     def _go_past(self, event: int, group: _ThreadGroup, taken: Any) -> bool:
-        """Return whether ``group`` goes on after an instruction that orders or waits."""
         if event in (BLOCK_BARRIER, ARRIVAL):
             barriers = [each for come in self.program.barriers for each in self._one_by_one(*come)]
         if event == BLOCK_BARRIER:
@@ -409,10 +395,7 @@ class PtxMachine:
         return True
 
     def _meet(self, group: _ThreadGroup, barriers: Sequence[tuple[int, int, Any]]) -> bool:
-        """Let ``group`` arrive at barriers. Return whether it goes on, because one barrier is complete.
-
-        Threads at different barriers become different groups, and so do threads at no barrier.
-        """
+        """Let ``group`` arrive at barriers, and split if they differ. Return whether it goes on."""
         whole = len(barriers) == 1 and int(np.count_nonzero(barriers[0][2])) == group.count
         alone, at, parts = whole and len(self._groups) == 1, group.at, [group]
         if not whole:
@@ -447,7 +430,6 @@ class PtxMachine:
         return found
 
     def _arrive(self, number: int, count: int, mask: Numbers) -> None:
-        """Note the arrival of threads at a barrier that they do not wait for."""
         self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
         self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
         self._let_go(number, count)

@@ -4,9 +4,8 @@ Shared memory of a program is memory of this process. Observers see its addresse
 they find a missing barrier. They see the store of an asynchronous copy twice, at its start and at its end:
 between the two no other thread may use that memory.
 
-Threads commit asynchronous work in groups and wait for the groups. A wait is for one kind of work only.
-Work is done as late as possible, when its thread waits for its group. A thread that reads earlier, or does
-not wait, sees the old values.
+Threads commit asynchronous work in groups. Work is done as late as possible, when its thread waits for its
+group. A thread that reads earlier, or does not wait, sees the old values.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +79,6 @@ class AsyncGroups:
         self._committed[those] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Do all but the last ``left`` groups of these threads."""
         those, last = threads.everyone(), self._committed - left
         self._perform(threads, [(w, those & (w.group >= 0) & (w.group < last)) for w in self._work])
 
@@ -93,7 +91,6 @@ class AsyncGroups:
         return list(self._work)
 
     def finish(self, threads: Threads, works: list[AsyncWork], those: Array) -> None:
-        """Do the part of ``works`` that ``those`` threads have started and that is not done."""
         self._perform(threads, [(work, those) for work in works])
 
     def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
@@ -159,7 +156,6 @@ class PtxProgram(PtxSession):
         return int(self.shared.ctypes.data)
 
     def view(self, kind: ScalarType) -> Array:
-        """Return its shared memory as an array of ``kind``'s bits."""
         return self.shared.view(kind.raw)
 
     def offsets(self, addresses: Array, size: int) -> Array:
@@ -185,7 +181,6 @@ class PtxProgram(PtxSession):
         return result
 
     def next_in(self, queue: object, thread: int) -> AsyncAccess:
-        """Return the next access of ``thread`` in a queue."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)
 
@@ -250,7 +245,6 @@ def put_shared(
 
 @builds("ld", "st", "atom", "red")
 def build_access(instruction: Instruction) -> Action:
-    """Build an access of global or shared memory; a generic address may be in either."""
     plain = instruction.mnemonic in ("ld", "st")
     if plain and instruction.choose("param", "param::entry", "param::func"):
         return build_parameter(instruction)
@@ -319,10 +313,7 @@ def _build(instruction: Instruction) -> Action:
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Convert an address. Generic addresses of shared and local memory are addresses of this process.
-
-    Other addresses stay as they are.
-    """
+    """Convert an address. Generic addresses of shared and local memory are this process's."""
     back = instruction.flag("to")
     shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
     instruction.choose("global", "const", "param", "param::entry", "param::func")
@@ -432,7 +423,6 @@ def _start(instruction: Instruction) -> Action:
 
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
-    """Report loads from the destination of a copy that the loading thread has not waited for."""
     program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():

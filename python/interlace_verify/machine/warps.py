@@ -22,7 +22,6 @@ EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
 
 def of_warps(threads: Threads, values: Array) -> Array:
-    """Return a register, or a scalar for all threads, as (warps, 32)."""
     return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
 
 
@@ -35,10 +34,7 @@ def _ballot(lanes: Array) -> Array:
 
 
 def complete(step: Instruction, threads: Threads, there: Array) -> bool:
-    """Return whether every lane in the member masks of the lanes that are ``there`` has arrived.
-
-    All lanes are members if ``step`` names none. A last warp that is not whole needs only its real lanes.
-    """
+    """Return whether all lanes in the member masks of the lanes that are ``there`` have arrived."""
     lanes = there.reshape(-1, WARP)
     named = of_warps(threads, (step.members or EVERYBODY)(threads))
     wanted = np.bitwise_or.reduce(np.where(lanes, named, np.uint32(0)), axis=1)
@@ -133,7 +129,6 @@ def build_shuffle(instruction: Instruction) -> Action:
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
-    """Report lanes that read a lane which takes no part."""
     if absent.any() and threads.session.hooks.observed:
         thread = int(np.flatnonzero(absent)[0])
         lane = int(source.ravel()[thread])
@@ -201,7 +196,6 @@ def build_active_mask(instruction: Instruction) -> Action:
 
 @builds("elect")
 def build_election(instruction: Instruction) -> Action:
-    """Elect the lowest lane of those that take part."""
     instruction.flag("sync")
     instruction.finish(2)
     write, tell = _targets(instruction, _WORD)

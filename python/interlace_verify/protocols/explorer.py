@@ -1,24 +1,14 @@
 """The protocol explorer visits every interleaving of a few ranks and rounds, one state at a time.
 
-A protocol is a few processes, each a list of steps. Steps work on *words* (signal slots, credits, flags,
-status words; 0 at first) and on *cells* (regions of data in symmetric memory, with :data:`EMPTY` at first).
-Reports print the names of both. An access to cells has a begin and an end, so that two accesses can
-overlap. All other steps are atomic, as on the device. An access of a process's private memory is not a
-step. A process takes its steps in order. Jumps only go forward, and rounds are written out one after
-another, so every run of a protocol ends.
+Steps work on *words* (signal slots, credits, flags; 0 at first) and on *cells* (regions of data in
+symmetric memory, with :data:`EMPTY` at first). An access to cells has a begin and an end, so that two
+accesses can overlap. All other steps are atomic, as on the device. Jumps only go forward, and rounds are
+written out one after another, so every run ends.
 
-:func:`explore` starts a protocol in its first state and visits states breadth first until it finds no new
-state. It reports
+A violation is two overlapping accesses to a cell, one of them a write, a read that finds other contents
+than it should, or an end that ``at_end`` rejects. The search is breadth first, so a report has the shortest
+interleaving. It is never cut off silently: it is an error if there are more states than allowed.
 
-deadlocks    states in which some process has not finished and no process can take a step
-violations   two overlapping accesses to a cell, one of them a write, a read that finds other contents than
-             it should, or an end that ``at_end`` rejects
-
-Each report has the shortest interleaving that leads there. The search is never cut off silently: it is an
-error if there are more states than allowed.
-
-Reduction
----------
 With ``reduced=True`` three kinds of steps are taken as soon as possible. Other orders of these steps are
 left out. An error that can follow a state that is left out can also follow a state that is kept. (In the
 field's terms the steps are persistent sets of size one. As every run ends, no step is ignored for ever.)
@@ -33,12 +23,9 @@ with the access that begins now. If one of the two writes, this is a violation, 
 
 *The end of a read* of cells that no other process is writing or will still write: its time has no effect.
 
-All other ends of accesses are interleaved, and all steps on other words: flags that are swapped, words with
-several writers, waits that may time out. The tests compare both searches on small sizes. In both, memory is
-sequentially consistent: the race detector checks weak memory.
+The tests compare both searches on small sizes. In both, memory is sequentially consistent: the race
+detector checks weak memory.
 
-States
-------
 A state is a string of bytes: the number of each process's next step, then the words, then the numbers of
 the cells' contents. This is enough: the next steps show which accesses are in progress.
 """
@@ -112,7 +99,7 @@ class CompareAndSwap:
 
 @dataclass(frozen=True)
 class BeginRead:
-    """Begin to read ``cells``, which should all hold ``content``."""
+    """A read of ``cells`` begins, which should all hold ``content``."""
 
     cells: tuple[str, ...]
     content: str
@@ -123,8 +110,6 @@ class BeginRead:
 
 @dataclass(frozen=True)
 class EndRead:
-    """End the read of ``cells``."""
-
     cells: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -133,8 +118,6 @@ class EndRead:
 
 @dataclass(frozen=True)
 class BeginWrite:
-    """Begin to write ``content`` into ``cells``."""
-
     cells: tuple[str, ...]
     content: str
 
@@ -144,8 +127,6 @@ class BeginWrite:
 
 @dataclass(frozen=True)
 class EndWrite:
-    """End the write into ``cells``."""
-
     cells: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -185,7 +166,6 @@ def words_of(step: ProtocolStep) -> list[str]:
 
 
 def cells_of(step: ProtocolStep) -> tuple[str, ...]:
-    """Return the cells whose access a step begins or ends."""
     return () if isinstance(step, Publish | Wait | CompareAndSwap) else step.cells
 
 
@@ -463,7 +443,6 @@ class ProtocolMachine:
         return ""
 
     def _last_read(self, state: bytearray, process: int, code: _Code) -> bool:
-        """Return whether this ends a read of cells that no other process will write any more."""
         if code.kind is not EndRead or not self._reduced:
             return False
         for other, ahead in enumerate(self._still_written):
@@ -472,7 +451,6 @@ class ProtocolMachine:
         return True
 
     def tell(self, state: bytes | bytearray, process: int) -> str:
-        """Return the next step of ``process`` in words."""
         step = self.protocol.processes[process].steps[state[process]]
         text = f"{self._name(process)} {step}"
         if left_out_by(step) is None:
@@ -483,7 +461,7 @@ class ProtocolMachine:
         return f"{text}{', times out' if isinstance(step, Wait) else ''} (it is {seen})"
 
     def blocked(self, state: bytes) -> str:
-        """Return the waits of processes that have not finished in a deadlock; "" if all finished."""
+        """Return the waits of processes that have not finished in a deadlock."""
         lines = []
         for number, process in enumerate(self.protocol.processes):
             if state[number] < len(process.steps):
@@ -492,7 +470,6 @@ class ProtocolMachine:
         return "; ".join(lines)
 
     def wrong_end(self, state: bytes) -> str:
-        """Return the error that ``at_end`` finds after all have finished, or ""."""
         if self.protocol.at_end is None:
             return ""
         values: dict[str, int | str] = {word: state[self._at[word]] for word in self._words}

@@ -12,12 +12,8 @@ Steps correspond to code as follows::
     claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
     swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 
-``tests/sim/verify/test_protocol.py`` lists this by pattern. Words and cells are named as reports should
-show them: ``slot 1 of rank 0`` lies in rank 0's memory, and rank 1 publishes it; likewise ``credit 1 of
-rank 0``.
-
-``current_epoch`` is not a step. Only its own rank reads and advances the epoch word, in the order of its
-streams. It is a constant of the op: op k on a channel has epoch k.
+``slot 1 of rank 0`` lies in rank 0's memory, and rank 1 publishes it; likewise ``credit 1 of rank 0``.
+``current_epoch`` is not a step: op k on a channel has epoch k, and only its own rank reads the epoch word.
 
 Not covered:
 
@@ -45,7 +41,6 @@ from interlace_verify.protocols.explorer import (
 
 
 def slot(owner: int, source: int, where: str = "") -> str:
-    """Return the signal slot in ``owner``'s memory that ``source`` publishes."""
     return f"slot {source} of rank {owner}{where}"
 
 
@@ -55,12 +50,10 @@ def credit(owner: int, peer: int, where: str = "") -> str:
 
 
 def part(owner: int, source: int, where: str = "") -> str:
-    """Return the region of ``owner``'s workspace that ``source`` pushes into."""
     return f"part {source} of rank {owner}{where}"
 
 
 def data(rank: int, number: int) -> str:
-    """Return the contribution of ``rank`` to round ``number``."""
     return f"rank {rank}'s data of round {number}"
 
 

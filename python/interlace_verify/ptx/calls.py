@@ -1,11 +1,8 @@
 """PTX that branches by index or calls functions outside its text: ``call (result), name, (arguments);``.
 
-Arguments are registers, or parameters in the memory of the threads. The called functions are code of this
-process. A device function in :data:`FUNCTIONS` takes numbers and returns a number or None. It acts for the
-running program, so threads with the same arguments share a call. A function in :data:`TOGETHER` is called
-once for all threads that come to it together. A C function is called once for each thread.
-``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
-standard output at once. ``__assertfail`` ends the run with the source's message.
+The called functions are code of this process. A device function in :data:`FUNCTIONS` takes numbers and
+returns a number or None; threads with the same arguments share a call. A function in :data:`TOGETHER` is
+called once for all threads that come to it together, a C function once for each thread.
 """
 
 import ctypes
@@ -26,7 +23,6 @@ _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGc
 
 
 def call_parts(instruction: Instruction) -> tuple[list[str], str, list[str]]:
-    """Return the names of the results, the name of the function, and the arguments."""
     first, *rest = [each.strip() for each in instruction.operands] or [""]
     results = split(first[1:-1]) if first.startswith("(") else []
     name, *rest = (rest or [""]) if first.startswith("(") else (first, *rest)
@@ -148,7 +144,6 @@ _OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail"
 
 @builds("brx")
 def build_indexed_branch(instruction: Instruction) -> Action:
-    """Build a jump of the machine. Threads branch apart if their indices differ."""
     instruction.flag("uni")
     if not instruction.flag("idx") or instruction.symbols is None:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])

@@ -1,22 +1,13 @@
 """Inline PTX in the interpreter, for texts that do not make a program's threads differ.
 
-``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs
+``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs n times, one after the
+other, on a tensor of n elements. On scalars it runs once, by one thread that stands for all; all know what
+it acquires. A text by which threads act differently or together is refused: its kernel must be compiled
+(``programs/choice.py``).
 
-=========================  =======================================================================
-on a tensor of n elements  n times, one after the other
-on scalars                 once, by one thread that stands for all; all know what it acquires
-=========================  =======================================================================
-
-If threads act differently or together, or if their number matters, the kernel must be compiled
-(``programs/choice.py``). Such a text is refused here.
-
-A text is built once: ``parser.py`` parses its instructions, and the file for each kind of instruction turns
-them into actions. An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that
-names it, before any of the text has run.
-
-Operands are tensors that go into registers ``$0``, ``$1``, ... and back. One execution of the text takes
-``pack`` elements of every argument. Elements of less than 32 bits share registers, the first in the lowest
-bits; a constraint's letter is the width of its register.
+An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that names it, before any
+of the text has run. One execution takes ``pack`` elements of every argument. Elements of less than 32 bits
+share registers, the first in the lowest bits; a constraint's letter is the width of its register.
 """
 
 import functools
@@ -115,7 +106,6 @@ class AsmOperands:
 
 
 def _lanes(bits: int, pack: int) -> list[range]:
-    """Return the elements in each register: elements of less than 32 bits share one."""
     shared = max(1, 32 // bits)
     return [range(first, min(first + shared, pack)) for first in range(0, pack, shared)]
 
@@ -160,12 +150,9 @@ def _build(asm: str, constraints: str) -> _Statement:
 
 
 class InlineAssembly(PtxSession):
-    """``tl.inline_asm_elementwise`` of one session."""
-
     def create(
         self, asm: str, constraints: str, values: Any, types: object, is_pure: bool, pack: int
     ) -> Any:
-        """Run the text and return its results in Triton's form."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
         groups = statement.operands.arguments(values, shape, pack, statement.kinds)
@@ -178,7 +165,6 @@ class InlineAssembly(PtxSession):
 
 
 def _run(statement: _Statement, thread: Threads) -> None:
-    """Run a text for one element, or for all threads."""
     steps, registers, hooks = statement.steps, thread.registers, thread.session.hooks
     index, count = 0, len(steps)
     while index < count:

@@ -1,9 +1,9 @@
 """One instruction of inline PTX: its qualifiers, and its operands as functions.
 
 A register is a *slot*, an index into a list of arrays: first the operands ``$0``, ``$1`` of an asm text,
-then the registers of ``.reg``. An instruction is built once into an *action*, a function of the threads
-that run it; so its operands also become functions. Builders (``arithmetic.py``, ``memory.py``, ...) know
-its meaning. They take its qualifiers one by one, in any order; a qualifier that is left is an error.
+then the registers of ``.reg``. A builder (``arithmetic.py``, ``memory.py``, ...) makes an instruction once
+into an *action*, a function of the threads that run it. It takes the qualifiers one by one, in any order; a
+qualifier that is left is an error.
 """
 
 import re
@@ -49,8 +49,6 @@ def error(problem: str, line: int, text: str) -> InlineAssemblyError:
 
 @dataclass(frozen=True)
 class Register:
-    """A register; ``bits`` is 1 for a predicate."""
-
     name: str
     slot: int
     bits: int
@@ -126,7 +124,6 @@ class Instruction:
         return None
 
     def take_type(self, allowed: Iterable[str]) -> ScalarType:
-        """Take the first type among the qualifiers; it must be one of ``allowed``."""
         listed = ", ".join(f".{name}" for name in allowed)
         for name in self.qualifiers:
             if name in TYPES:
@@ -137,7 +134,6 @@ class Instruction:
         raise self.error(f"'{self.mnemonic}' needs a type, one of {listed}")
 
     def finish(self, *counts: int) -> None:
-        """Check that all qualifiers are taken, and that the number of operands is one of ``counts``."""
         if self.qualifiers:
             raise self.error(
                 f"qualifier '.{self.qualifiers[0]}' of '{self.opcode}' is not known to the "
@@ -167,14 +163,12 @@ class Instruction:
         return found
 
     def literal(self, text: str, kind: ScalarType) -> int | None:
-        """Return the bits of a number as ``kind``, or None if ``text`` is not a number."""
         try:
             return number_of(text, kind)
         except ValueError as problem:
             raise self.error(str(problem)) from None
 
     def symbol(self, text: str) -> Symbol | None:
-        """Return the symbol whose address ``name`` or ``name+4`` is."""
         name, _, more = text.partition("+")
         known = self.symbols is not None and (not more or more.isdecimal())
         return (self.symbols or {}).get(name) if known else None
@@ -207,7 +201,6 @@ class Instruction:
         return lambda threads: threads.registers[slot].astype(kind.raw)
 
     def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
-        """Return a function that reads an operand's numbers."""
         read, decode = self.reader(text, kind, wider=wider), kind.decode
         if kind.letter in "ubp":
             return read
@@ -253,7 +246,6 @@ class Instruction:
         return found
 
     def parts(self, text: str) -> list[str]:
-        """Return the registers of an operand, several in braces or one."""
         return split(text[1:-1]) if text.startswith("{") else [text]
 
     def computes(
@@ -305,7 +297,6 @@ def number_of(text: str, kind: ScalarType) -> int | None:
 
 
 def split(text: str) -> list[str]:
-    """Return operands, which are separated by commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         depth += (character in "[{(") - (character in "]})")

@@ -176,7 +176,6 @@ def take_cache_hints(instruction: Instruction) -> None:
 
 
 def take_space(instruction: Instruction) -> bool:
-    """Return whether the access names shared memory, which only a whole kernel has."""
     if instruction.symbols is not None and instruction.choose(*SPACES):
         return True
     take_global(instruction)
@@ -207,7 +206,6 @@ def all_of(addresses: Array) -> Any:
 
 
 def base_of(instruction: Instruction, text: str) -> int:
-    """Return the slot of the register in an address, or -1."""
     match = _ADDRESS.fullmatch(text)
     found = instruction.registers.get(match[1]) if match else None
     return found.slot if found else -1
@@ -252,7 +250,6 @@ def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
 
 
 def put(pointers: Handle, value: Handle, mask: Handle) -> None:
-    """Store to memory at once."""
     atomics.store(pointers.data, value.data, mask.data)
 
 
@@ -276,7 +273,6 @@ def build_access(instruction: Instruction) -> Action:
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
-    """Take the ordering of a load or a store, as :func:`take_ordering` does."""
     strongest = "acquire" if instruction.mnemonic == "ld" else "release"
     return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
 
@@ -336,7 +332,6 @@ def loading(
 def storing(
     instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
 ) -> Action:
-    """Build a store of each of ``parts`` to every address."""
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
@@ -557,7 +552,6 @@ def _change(
 
 
 def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[..., Array]:
-    """Return (old bits, given bits) -> new bits, for one register."""
     if number is not None:
         return lanewise(_OF_FLOATS[name], number)
     if kind.is_float and name in _OF_FLOATS:
@@ -618,7 +612,6 @@ def build_multimem(instruction: Instruction) -> Action:
             ) from None
 
     def addresses(threads: Threads) -> list[Array]:
-        """Return the addresses of the access in every rank's memory, by rank."""
         by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
         return [np.array(each, np.uint64) for each in by_rank]  # a layout that atomics accept
 

@@ -222,7 +222,6 @@ def _build_packed(
 
 
 def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
-    """Return the format, the count, and the type of the register."""
     match = _PACKED.fullmatch(name)
     assert match is not None
     form, count = FORMATS[match[1]], int(match[2])
@@ -230,7 +229,6 @@ def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
 
 
 def _unpack(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
-    """Return the numbers in a register, lowest first."""
     kind, mask = bits.dtype.type, bits.dtype.type((1 << form.bits) - 1)
     return [form.decode(bits >> kind(i * form.bits) & mask) for i in range(count)]
 

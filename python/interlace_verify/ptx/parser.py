@@ -1,15 +1,12 @@
 """PTX as text: the declarations of a module, and the instructions of a kernel and of functions it calls.
 
 Blocks in braces have their own names, as in PTX, and may use a label or register of an outer block. A
-vector, or a register of 128 bits, is several registers; as an operand it is registers in braces. Branches
-hold the index of their target instruction.
+vector, or a register of 128 bits, is several registers; as an operand it is registers in braces.
 
 A function's instructions are inlined at the call, with their own registers. Instead of a return they
 continue after the call. The parameters are the caller's, so nothing is copied. The function's memory lies
-above the caller's memory, at the same place as the memory of the next called function.
-
-Names, scopes and labels are resolved. A body is parsed only when a kernel needs it, so a module may contain
-much that is not known here.
+above the caller's memory, at the same place as the memory of the next called function. A body is parsed
+only when a kernel needs it, so a module may contain much that is not known here.
 """
 
 import math
@@ -59,7 +56,6 @@ class Variable:
     extern: bool = False
 
     def filled(self, address: Callable[[str], int | None]) -> bytes:
-        """Return its initial memory. ``address`` returns the address of another variable, or None."""
         parts = [self._filled_with(each, address) for each in self.initial]
         return b"".join(parts).ljust(self.nbytes or 0, b"\0")
 
@@ -137,7 +133,6 @@ class ModuleText:
     variables: Mapping[str, Variable]
 
     def kernel(self, name: str | None) -> PtxFunction:
-        """Return the kernel ``name``, or the only one for None. An error lists the kernels."""
         if name is None and len(self.kernels) == 1:
             return next(iter(self.kernels.values()))
         if name in self.kernels:
@@ -164,7 +159,6 @@ class ModuleText:
         return {name: each for name, each in self.variables.items() if name in names}
 
     def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
-        """Return the functions whose address ``functions`` or a variable takes."""
         taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
         words = frozenset().union(*(each.words for each in functions))
         return (taken | self._in_values(words)) & self.functions.keys()
@@ -259,8 +253,6 @@ _END, _BEHIND = "<end>", "<behind>"  # labels: the end of a text, and after a ca
 
 
 class _Names(NamedTuple):
-    """The names that are known at the present position."""
-
     registers: ChainMap[str, Register]
     symbols: ChainMap[str, Symbol]
     labels: ChainMap[str, int]
@@ -311,7 +303,6 @@ class Parser:
         return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
-        """Yield instructions after their declarations. Branches get their targets at the end."""
         asm = re.sub(r"\$\{(\d+)\}", r"$\1", _strip_comments(asm).replace("${:uid}", "0"))
         yield from self._body(asm, line)
 
@@ -413,7 +404,6 @@ class Parser:
         return register
 
     def _room(self, variable: Variable) -> Symbol:
-        """Reserve a variable in the memory of a thread."""
         if variable.nbytes is None:
             raise self._error(f"'{variable.name}' has no size")
         offset = -(-self._top // variable.align) * variable.align
@@ -503,10 +493,7 @@ class Parser:
     def _bound(
         self, call: Instruction, function: PtxFunction
     ) -> tuple[dict[str, Register], dict[str, Symbol], list[str], list[str]]:
-        """Return the registers and symbols that stand for a function's parameters, by name.
-
-        Also return the instructions that fill copies of arguments, and the ones that pass on results.
-        """
+        """Return a function's parameters by name, and moves that fill them and that return results."""
         results, _, arguments = call_parts(call)
         names = self._names
         registers: dict[str, Register] = {}

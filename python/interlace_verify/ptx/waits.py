@@ -133,7 +133,7 @@ def _of_a_cluster(instruction: Instruction) -> Action:
 
 
 def _nothing(threads: Threads) -> None:
-    """Do nothing, as there is nothing to wait for."""
+    """There is nothing to wait for."""
 
 
 _NOTHING_TO_WAIT_FOR = {
@@ -188,7 +188,6 @@ def build_sleep(instruction: Instruction) -> Action:
 
 @builds("ret", "exit")
 def build_end(instruction: Instruction) -> Action:
-    """Build an end of threads, which the machine handles."""
     instruction.finish(0)
     return _nothing
 

@@ -92,11 +92,9 @@ class Agent:
         return (component >= self.first) & (component < self.first + self.components)
 
     def acting(self, threads: Lanes) -> list[int]:
-        """Return the threads that fence or release if ``threads`` do; None: they are not known."""
         return [ONE] if threads is None else threads.tolist()
 
     def _whose(self, thread: int) -> int:
-        """Return the thread that has the fences and the waits of ``thread``."""
         return thread if self.threads else ONE
 
     def begin(self, known: Numbers) -> None:
@@ -123,7 +121,6 @@ class Agent:
         return any(time <= end <= known[component] for end in self.ends)
 
     def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
-        """Note that the agent or one ``thread`` of it has read the value of ``word`` after ``writes``."""
         self.observed[word, thread] = writes
 
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
@@ -140,10 +137,7 @@ class Agent:
         return times
 
     def barrier(self, threads: Lanes = None) -> None:
-        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest.
-
-        A mark of several threads has the time of one of them, which is compared with the others' times.
-        """
+        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest."""
         times, those = self.own[0], slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
         times[those] = times[those].max()
@@ -203,7 +197,6 @@ class Agent:
         return self.over
 
     def _known_to(self, threads: Iterable[int]) -> Numbers:
-        """Return what at least one of ``threads`` knows of others."""
         found = {
             id(clock): clock for t in threads if (clock := self.acquired.get(int(t))) is not None
         }
@@ -252,7 +245,6 @@ class Agent:
         waiting[sender] = join_clocks(waiting.get(sender), clock)
 
     def order(self, block: int, threads: Lanes) -> None:
-        """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
         those = slice(None) if threads is None else threads
         self.own[block, those] = self.own[0, those]
         self.mirrors = True
@@ -335,7 +327,6 @@ class SignalLog:
         self._polled: dict[tuple[int, int], tuple[int, int]] = {}
 
     def note(self, agent: Agent, word: tuple[int, int], site: int, *, writes: bool) -> None:
-        """Note that ``agent`` has read, and perhaps written, ``word``, given as its address and size."""
         address, size = word
         by_writer = self._written.setdefault(address, {})
         for writer, written in by_writer.items():
@@ -371,5 +362,4 @@ class SignalLog:
         return next((each for each in others if each.is_behind(component, time)), None)
 
     def writers(self, address: int) -> int:
-        """Return the number of agents that have written the word."""
         return len(self._written[address])

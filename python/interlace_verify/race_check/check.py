@@ -1,18 +1,16 @@
 """``interlace.verify.races``: run an SPMD function in ``sim`` and report accesses that are not ordered.
 
 The interpreter reports the accesses of kernels. Torch's dispatcher reports the operators of user code, and
-the schema of an operator says what it reads and what it writes. So an output that is used before its op was
-waited for is a race like any other.
+the schema of an operator says what it reads and what it writes.
 
 A schedule with findings is run again, with these observers:
 
-- A :class:`RaceTeller` writes the story. It also includes the accesses of findings in memory of one rank.
+- A :class:`RaceTeller` writes the story.
 - Detectors without one of the rules find the rule that a race breaks.
 - Detectors in which the atomics of one line acquire and release find a relaxed atomic between two accesses.
   An example is a relaxed counter whose last program signals by another word.
 
-If a check is clean, detectors that ignore the barriers of one line find superfluous barriers. This needs
-programs whose threads are known: the interpreter does not know which threads a barrier is for.
+If a check is clean, detectors that ignore the barriers of one line find superfluous barriers.
 """
 
 from __future__ import annotations
@@ -74,8 +72,6 @@ _SHAPES_ONLY = _UNDEFINED | {
 
 
 class TorchAccesses(DispatchMode):
-    """Report the tensors that each operator reads and writes to ``detector``, as the current task's."""
-
     def __init__(self, scheduler: Scheduler, detector: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
@@ -119,7 +115,6 @@ def _is_view(func: OpOverload) -> bool:
 
 
 def _tensors_of(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
             value = args[position]
@@ -144,14 +139,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class RaceTeller(Storyteller):
     """Writes the story, with torch operators on symmetric memory and all accesses that ``findings`` name.
 
-    ``detector`` must observe each event before the teller does. It names memory of one rank, and it finds
-    the same findings again, with the step number of each access.
+    ``detector`` must observe each event before the teller does. It names memory of one rank, and finds the
+    same findings again (``asked``, see :class:`Collector`), with the step number of each access.
     """
 
     def __init__(
         self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
     ) -> None:
-        """``asked``: where the findings were, see :class:`Collector`."""
         super().__init__()
         self.detector = Detector(seed, asked=asked, step=lambda: self._count)
         every = [access for each in findings for access in (each.first, each.second)]
@@ -205,10 +199,7 @@ def superfluous(
     seeds: Iterable[int],
     observed: Callable[[int, list[Detector]], object],
 ) -> tuple[SourceText, ...]:
-    """Return the ``lines`` whose barriers are not needed: without one such line there is no race.
-
-    ``observed`` runs the schedule of a seed with some detectors.
-    """
+    """Return the ``lines`` whose barriers are not needed: without one such line there is no race."""
     left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
     for seed in list(seeds)[:BARRIER_SEEDS]:
         if left:
@@ -219,7 +210,6 @@ def superfluous(
 
 
 def _is_written(line: SourceText) -> bool:
-    """Return whether the barrier stands in the user's source (the compiler adds others)."""
     return any(
         _WRITTEN.search(linecache.getline(path, number)) and not _OURS.search(path)
         for path, number in line.frames
@@ -405,16 +395,12 @@ def check_races(
     *,
     names: tuple[str, str] = ("fn", "world_size"),
 ) -> tuple[list[int], float]:
-    """Check the arguments of :func:`races` and return the seeds and the timeout in seconds.
-
-    ``names`` are the caller's names of the first two arguments.
-    """
+    """Check the arguments of :func:`races` and return the seeds and the timeout in seconds."""
     seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
     return seed_list(seeds), seconds
 
 
 def _form(error: str) -> str:
-    """Return an error's text without its numbers: ranks, seeds, values."""
     return re.sub(r"\d+", "#", error)
 
 
@@ -427,7 +413,6 @@ def _observe(
     store_buffers: bool,
     timeout: float,
 ) -> Exception | None:
-    """Run one schedule and return the exception that ended it, if any."""
     scheduler = Scheduler(
         seed,
         strategy=for_seed(seed),
@@ -451,10 +436,7 @@ def _observe(
 
 
 class Several:
-    """Passes each event of a run to several observers, such as detectors with different rules.
-
-    An observer that is done gets no more events.
-    """
+    """Passes each event of a run to several observers, until they are done."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers

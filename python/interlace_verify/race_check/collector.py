@@ -69,7 +69,6 @@ class PresentAccess(NamedTuple):
 
     @property
     def numbers(self) -> Any:
-        """The numbers of its cells."""
         cells = self.cells
         return range(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
@@ -151,7 +150,6 @@ class Collector(Observer):
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
     def place(self, address: int) -> str | None:
-        """Return the name of an address in memory that this run has touched."""
         segment = self._memory.at(address)
         return None if segment is None else f"{segment.label}, byte {address - segment.base}"
 
@@ -172,7 +170,6 @@ class Collector(Observer):
         return agent
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
-        """Return the number of an access, by which the shadow memory refers to it."""
         access = self._access_of(agent, what, lines)
         if access not in self._sites:
             self._sites[access] = len(self._accesses)
@@ -214,7 +211,6 @@ class Collector(Observer):
     def _of_one_instruction(
         self, site: int, addresses: Numbers, threads: Numbers, bits: Numbers
     ) -> None:
-        """Report that ``threads`` store different ``bits`` to one address, if they do."""
         if (addresses[1:] > addresses[:-1]).all():  # the usual case
             return
         order = np.argsort(addresses, kind="stable")
@@ -321,7 +317,6 @@ class Collector(Observer):
         return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
 
     def _lengthened(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with an entry for every component."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 

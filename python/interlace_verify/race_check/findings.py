@@ -1,9 +1,7 @@
 """Reports of the race check: accesses, findings by their cause, and their text.
 
-A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
-replays the schedule in which they were seen. Detectors report every conflict of two accesses, for each
-element, program and schedule. This file counts the conflicts. Those with the same cause
-(:attr:`Finding.cause`), which one change mends, become one finding.
+Detectors report every conflict of two accesses, for each element, program and schedule. Those with the same
+cause (:attr:`Finding.cause`), which one change mends, become one finding.
 """
 
 import itertools
@@ -292,7 +290,6 @@ class Reach:
     accesses: dict[str, None] = field(default_factory=dict)
 
     def note(self, finding: Finding, bytes_: Numbers, size: int) -> None:
-        """Note a conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
         self.size = max(self.size, size)
         self.seeds.add(finding.seed)
         for access in filter(None, (finding.first, finding.second)):
@@ -359,7 +356,6 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
-    """Return whether ``finding`` loads unwritten memory, all of which ``race`` stores."""
     if finding.kind != "uninitialised" or _kind_of(finding.second) not in race.accesses:
         return False
     for where, marks in reach.marks.items():
@@ -390,12 +386,10 @@ def _kind_of(access: Access) -> str:
 
 
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
-    """Return ``finding`` with the note that it was also found on ``world_size`` ranks."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 
 def with_names(finding: Finding, memory: Allocations) -> Finding:
-    """Return ``finding`` with the names of the parts of ``memory``, the run's memory."""
     part, signal = memory.part(finding.memory, finding.offset), finding.signal
     if signal is not None:
         signal = replace(signal, part=memory.part(signal.memory, signal.offset))

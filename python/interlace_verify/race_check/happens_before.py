@@ -1,12 +1,7 @@
 """The race detector: vector clocks over everything that a simulated run does.
 
 An *agent* is a program of a kernel, a stream, or the user code of a rank, which counts as its current
-stream. Every agent has two clock components, because a program is many threads::
-
-    2 * agent       lanes: accesses by all threads, loads and stores of blocks
-    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
-
-A release passes on everything that its agent knows. It covers the agent's own lanes only up to
+stream. A release passes on everything that its agent knows. It covers the agent's own lanes only up to
 the last barrier, because Triton puts no ``bar.sync`` between a store and a release. These order accesses::
 
     program order                          of each component; between them, from a barrier on

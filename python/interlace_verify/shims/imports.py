@@ -120,7 +120,6 @@ def needed_for(error: BaseException) -> str | None:
 
 
 def calls_a_shim(kernel: Any) -> bool:
-    """Return whether a ``@triton.jit`` function, or one that it calls, calls a shim's device function."""
     todo, seen = [kernel.fn], set()
     while todo:
         function = todo.pop()
@@ -197,7 +196,6 @@ def _torch_of_a_gpu() -> Iterator[None]:
 
 
 def _is_own(module: types.ModuleType) -> bool:
-    """Return whether a module belongs to the checked files and not to a library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
     inside = any(path.is_relative_to(each) for each in libraries)

@@ -49,8 +49,6 @@ def _current() -> UserStream:
 
 
 class RankStream:
-    """A stream of the calling rank."""
-
     def __init__(self, device: object = None, priority: int = 0, **known: UserStream) -> None:
         self.device, self.priority = torch.device("cuda", current_device()), priority
         self.of_run = known.get("of_run") or run_streams().add(_place())
@@ -59,7 +57,6 @@ class RankStream:
         self._entered: list[Any] = []
 
     def wait_stream(self, stream: "RankStream") -> None:
-        """Order later work of this stream after the present work of ``stream``."""
         self.of_run.wait_event(stream.of_run.record())
 
     def wait_event(self, event: "RankEvent") -> None:
@@ -93,8 +90,6 @@ class RankStream:
 
 
 class RankEvent:
-    """A point in a stream: the last one that was recorded."""
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._point: Point | None = None
         self._asked = 0
@@ -104,7 +99,6 @@ class RankEvent:
         self._point = (_current() if stream is None else stream.of_run).record()
 
     def wait(self, stream: RankStream | None = None) -> None:
-        """Order later work of ``stream`` after the event."""
         if self._point is not None:  # in CUDA an event that was never recorded is complete
             (_current() if stream is None else stream.of_run).wait_event(self._point)
 
@@ -143,7 +137,6 @@ def set_stream(stream: RankStream) -> None:
 
 
 def stream(stream: RankStream | None) -> Any:
-    """Make ``stream`` the current one in this context. None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
 
@@ -204,15 +197,11 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 class RankDevice(contextlib.nullcontext[None]):
-    """A context for the rank's only device, which is always the current one."""
-
     def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
 class MemoryPool:
-    """A memory pool that is not used."""
-
     id = (0, 0)
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...

@@ -36,8 +36,6 @@ _groups: dict[int, str] = {}  # group names of allocations that have one, by add
 
 
 class MemoryOfTorch(SymmetricMemory):
-    """The handle, with the static functions of torch's class."""
-
     signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
 
     @staticmethod
@@ -64,7 +62,6 @@ class MemoryOfTorch(SymmetricMemory):
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
-        """Return the handle, or None for a tensor that is not in symmetric memory."""
         if not functions.is_symm_mem_tensor(tensor):
             return None
         known = _groups.get(tensor.untyped_storage().data_ptr())
@@ -107,8 +104,6 @@ class PacketOnRanks(OpOverloadPacket):
 
 
 class OverloadOnRanks(OpOverload):
-    """The same for its overload ``default``."""
-
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
 
@@ -153,7 +148,6 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
     @classmethod
     def over(cls, place: Place, found: Callable[[], Communicator], name: str) -> "SimulatedGroup":
-        """Return the group of the ranks of ``place``. ``found`` returns their communicator when needed."""
         group = cls(place.rank, place.world_size)
         group._found = found
         group._place, group._waits = place, SimpleNamespace(options=None)
@@ -173,7 +167,6 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
 
 def join(place: Place) -> None:
-    """Register the group of all ranks as torch's default group, for the rank of ``place``."""
     group = SimulatedGroup.over(place, groups.default_group, DEFAULT_NAME)
     _c10d._world.default_pg = _register(group, range(place.world_size))
 
@@ -198,7 +191,6 @@ def destroy_process_group(group: object = None) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
-    """Return the group of ``ranks`` to its members. Collective over all ranks."""
     made = new_simulated_group(ranks)
     if not isinstance(made, Communicator):
         return made

@@ -111,8 +111,6 @@ class JobResult:
 
 
 class Job(NamedTuple):
-    """One check of one function on one world size, or of one protocol."""
-
     subject: str
     check: str
     variant: str
@@ -139,7 +137,6 @@ class Job(NamedTuple):
 
 
 def _result(count: str, findings: Iterable[str] = (), **more: Any) -> JobResult:
-    """Return the result of a check without its name and its time."""
     return JobResult("", "", "", count, tuple(findings), 0.0, **more)
 
 
@@ -175,7 +172,6 @@ def _jobs(
 
 
 def protocol_jobs(plan: CheckPlan) -> list[Job]:
-    """Return all interleavings of the patterns of ``kernels/signal.py``."""
     ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
     text = f"{ranks} ranks, {rounds} rounds"
     return [
@@ -208,7 +204,6 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
 
 
 def _race(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
-    """Return the report of as many schedules as the plan and its budget allow."""
     if not plan.budget:
         return races(fn, world_size, seeds=plan.seeds)
     begin, here = processor_seconds(), time.process_time()
@@ -328,13 +323,11 @@ def lint_shipped(
 
 
 def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
-    """Return ``results`` with ``seconds`` of processor time shared out in proportion to their times."""
     share = seconds / (sum(result.seconds for result in results) or 1.0)
     return [replace(result, seconds=result.seconds * share) for result in results]
 
 
 def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
-    """Return the entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
     return one_of_each(chosen) if plan.quick else chosen

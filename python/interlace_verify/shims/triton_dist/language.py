@@ -34,19 +34,16 @@ __getattr__ = missing.of("triton_dist.language")
 
 @triton.jit
 def rank(axis=-1):
-    """Return the rank that runs this program."""
     return my_pe()
 
 
 @triton.jit
 def num_ranks(axis=-1):
-    """Return the number of ranks."""
     return n_pes()
 
 
 @triton.jit
 def symm_at(ptr, rank):
-    """Return the address at ``rank`` that corresponds to this rank's ``ptr``."""
     return remote_ptr(ptr, rank)
 
 
@@ -66,7 +63,6 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
 @triton.jit
 def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
-    """Poll by the first lane of every warp."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     ptx(
@@ -109,7 +105,6 @@ def notify(
 
 @triton.jit
 def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
-    """Signal by thread 0."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"
