@@ -191,7 +191,6 @@ class Bundle:
             kernel.launch({**of_launch, **values}, of_kernel, stream=stream)
 
     def _counts(self, name: str) -> bool:
-        """Return whether an argument is a whole number."""
         kinds = (p["type"] for each in self._run for p in each.parameters if p["name"] == name)
         return any(kind in _RANGES for kind in kinds)
 
@@ -259,7 +258,6 @@ class Kernel:
     # -- arguments -----------------------------------------------------------------------------
 
     def _numbers(self, arguments: Mapping[str, object] | Sequence[object]) -> dict[str, Any]:
-        """Return the arguments by name, as numbers; pointers become addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
                 raise TypeError(
@@ -323,7 +321,6 @@ class Kernel:
     # -- the device ----------------------------------------------------------------------------
 
     def _function(self, cupy: Any) -> Any:
-        """Return the kernel on the current device, loaded on first use."""
         device = cupy.cuda.runtime.getDevice()
         if device not in self._functions:
             module = cupy.RawModule(
@@ -373,7 +370,6 @@ def _require(name: str, value: Any, wanted: object) -> None:
 
 
 def _check_ranks(values: Mapping[str, object]) -> None:
-    """Raise ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")
@@ -425,7 +421,6 @@ def _extents(grid: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def _verify_file(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
-    """Return the path of a file of the bundle, after a check that the file is as it was built."""
     name = file["file"]
     if pathlib.PurePath(name).name != name:
         raise BundleError(f"the manifest names a file outside the bundle: {name}")
@@ -456,7 +451,6 @@ def _cupy() -> Any:
 
 
 def _on_stream(cupy: Any, stream: object) -> Any:
-    """Return ``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()
     if isinstance(stream, int):

@@ -85,7 +85,6 @@ class _HeadTensors(ByRows):
         return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, operand: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
-        """Return the tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
         flat = protocol.some_rows(rows, heads * self.head_dim, operand, call, self.dtype)
@@ -185,7 +184,6 @@ class AttentionRows(_HeadTensors):
         return list(gathered.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
     def _attend(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Attend from this rank's queries to all keys in gathered order."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
         mask, shares = self._mask, self.key_heads != self.n
         result = F.scaled_dot_product_attention(
@@ -194,7 +192,6 @@ class AttentionRows(_HeadTensors):
         return result.transpose(1, 2)
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
-        """Return a reference for queries at these places of the whole, and all keys in their order."""
         heads = [each.transpose(1, 2) for each in tensors]
         mask = places[:, None] >= torch.arange(self.m, device=self.device)
         mask = mask if self.causal else torch.ones_like(mask)

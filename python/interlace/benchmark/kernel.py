@@ -63,7 +63,6 @@ class Kernel:
 def arguments_for(
     function: Callable[..., Any], target: str, values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the values among ``values`` that the function takes; raise if it needs another."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -146,6 +145,4 @@ class Facts:
 
 @dataclass
 class Subject(Facts):
-    """A subject to measure, and the ways to do it."""
-
     candidates: list[BenchCandidate] = field(default_factory=list)

@@ -1,9 +1,8 @@
 """A plain collective at one size: through interlace, through torch.distributed, and on one rank alone.
 
-``figures.py`` defines the size, which is rounded down to whole elements for every rank. Results are stored
-in poisoned memory. If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
-would overflow. "Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own
-memory, without waiting for another rank.
+If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums would overflow.
+"Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own memory, without
+waiting for another rank.
 """
 
 import functools
@@ -48,8 +47,7 @@ class MeasuredOp(ABC):
 
     @classmethod
     @abstractmethod
-    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
-        """Raise ValueError if the op does not accept these sizes and settings."""
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None: ...
 
     @classmethod
     @abstractmethod
@@ -58,7 +56,6 @@ class MeasuredOp(ABC):
 
     @property
     def message_bytes(self) -> int:
-        """Return the bytes that a rank sends to each other rank, at once."""
         return self.nbytes
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -66,19 +63,16 @@ class MeasuredOp(ABC):
         return protocol.poison(output)
 
     @abstractmethod
-    def inputs(self, call: int) -> Tensors:
-        """Return arguments of :meth:`ours` and :meth:`theirs`."""
+    def inputs(self, call: int) -> Tensors: ...
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
 
     @abstractmethod
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        """Return the op of interlace."""
+    def ours(self, algorithm: str) -> Callable[..., Any]: ...
 
     @abstractmethod
-    def theirs(self, *tensors: Any) -> Any:
-        """Run torch's operators, and collectives of torch.distributed's default group."""
+    def theirs(self, *tensors: Any) -> Any: ...
 
     @abstractmethod
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
@@ -117,7 +111,6 @@ class Plain(MeasuredOp):
         return sum(sizes)
 
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Return the input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
         return protocol.vector(first, count, rank, call, self.dtype, self.device)
 
@@ -141,16 +134,13 @@ class Plain(MeasuredOp):
         return arguments[0]
 
     @abstractmethod
-    def alone_inputs(self, call: int) -> Tensors:
-        """Return arguments of :meth:`alone`."""
+    def alone_inputs(self, call: int) -> Tensors: ...
 
     @abstractmethod
-    def alone(self, output: Any, source: Any) -> Any:
-        """Run on one rank, from its own memory."""
+    def alone(self, output: Any, source: Any) -> Any: ...
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:
-    """Return the function of torch.distributed, whose name may differ."""
     found: Callable[..., Any] = next(
         getattr(dist, name) for name in kind.torch_names if hasattr(dist, name)
     )

@@ -44,7 +44,6 @@ def _attribute(command: str, name: str) -> Any:
 
 
 def options_of(command: str) -> type[CommandOptions]:
-    """Return the class of a command's options."""
     kind: type[CommandOptions] = _attribute(command, f"{command.capitalize()}Options")
     return kind
 
@@ -54,7 +53,6 @@ def _command_of(arguments: list[str]) -> str:
 
 
 def needs_torch(arguments: list[str]) -> bool:
-    """Return whether these arguments name a command that works with tensors."""
     return _command_of(arguments) in COMMANDS.keys() - {"inspect"}
 
 

@@ -1,7 +1,5 @@
 """The group of an op: the caller's default group, and every way to name another group.
 
-Groups are named by their ranks, by a device mesh or by a string, within one default group ``whole``.
-
 A group of ranks is made when its members first use it together; other ranks do not take part. It is made
 once, so lists with equal entries are one group. The position in the list is the rank in the group.
 """
@@ -91,7 +89,6 @@ def _generation(tag: str) -> int:
 
 
 def make_group(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
-    """Make a new group of these ranks; only they call."""
     if whole.rank not in ranks:
         raise ValueError(f"group: rank {whole.rank} is not a member of {list(ranks)}")
     place = whole.place.subgroup(ranks, generation)
@@ -144,7 +141,6 @@ def name(whole: Communicator, group_name: str, communicator: Communicator) -> No
 
 
 def group_named(whole: Communicator, group_name: str) -> Communicator | None:
-    """Return the group of that name, if interlace made it."""
     if group_name == DEFAULT_NAME:
         return whole
     return _names.get(whole, {}).get(group_name)
@@ -168,7 +164,6 @@ def name_of(whole: Communicator, communicator: Communicator) -> str:
 
 
 def close(whole: Communicator) -> None:
-    """Close the groups that were made on first use."""
     for communicator in _groups.pop(whole, {}).values():
         communicator.close()
 
@@ -230,7 +225,6 @@ def _is_left_over() -> bool:
 
 
 def joined_group() -> Communicator | None:
-    """Return the caller's default group, or None if it would have to be made first."""
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
         # the backend may be interlace; not kept, because it ends with torch's group
@@ -240,7 +234,6 @@ def joined_group() -> Communicator | None:
 
 
 def simulated_ranks() -> int:
-    """Return the number of ranks that torch's ``LocalTensorMode`` simulates in this process, or 0."""
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
     return 0 if mode is None else len(mode.ranks)
@@ -252,8 +245,7 @@ class OnInterlace:
     interlace_communicator: Communicator
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
-        """Return the group that takes this group's place after :func:`interlace.shrink`."""
-        raise NotImplementedError
+        raise NotImplementedError  # returns the group after :func:`interlace.shrink`
 
 
 def world_size_of(name: str) -> int:
@@ -338,7 +330,6 @@ def init(
 
 
 def _may_be_gpus() -> bool:
-    """Return whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
     if not dist.is_initialized():
         return True
     return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]

@@ -1,7 +1,4 @@
-"""Files that a command writes at its end: their names, early checks of them, and bar charts of times.
-
-Bars are drawn in the terminal, or as a picture in the format of the file's name.
-"""
+"""Files that a command writes at its end: their names, early checks of them, and bar charts of times."""
 
 import os
 import pathlib
@@ -38,7 +35,6 @@ def refuse_outputs(
 
 
 def refuse_unreadable(option: str, path: str) -> None:
-    """Raise ValueError naming ``option`` unless there is a readable file at ``path``."""
     refuse_empty(option, path)
     try:
         with open(path, "rb"):
@@ -48,7 +44,6 @@ def refuse_unreadable(option: str, path: str) -> None:
 
 
 def refuse_no_folder(option: str, path: str) -> None:
-    """Raise ValueError naming ``option`` unless ``path`` is a writable folder, or can become one."""
     refuse_empty(option, path)
     where, target = f"{option} {path}", pathlib.Path(path).absolute()
     existing = next(each for each in (target, *target.parents) if each.exists())
@@ -59,7 +54,6 @@ def refuse_no_folder(option: str, path: str) -> None:
 
 
 def refuse_format(path: str) -> None:
-    """Raise ValueError unless matplotlib can write the format of ``path``."""
     refuse_empty("--plot", path)
     known = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
@@ -70,7 +64,6 @@ def refuse_format(path: str) -> None:
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib's Figure. Raise ValueError that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -81,7 +74,7 @@ def require_matplotlib() -> Any:
 
 
 def file_to_write(path: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
-    """Return the file of ``--cache``, or the usual one. Raise ValueError if ``variable`` disables that."""
+    """Return the file of ``--cache``, or the usual one, unless ``variable`` disables that."""
     if path is not None:
         refuse_empty("--cache", path)
         return pathlib.Path(path).absolute()
@@ -95,7 +88,6 @@ def file_to_write(path: str | None, usual: pathlib.Path | None, variable: str) -
 def tell_written(
     console: object, file: pathlib.Path, usual: pathlib.Path | None, variable: str
 ) -> None:
-    """Print the name of the file and, if it is not the usual one, the variable that selects it."""
     write(console, f"written: {file}")
     if usual != file:
         write(console, f"to use it: {variable}={file}")

@@ -29,7 +29,6 @@ DEVICE_LIBRARY = "libnvshmem_device.bc"
 
 
 def inspect_machine() -> MachineFacts:
-    """Return all facts, as values that JSON can hold."""
     return {
         "python": installed_release("Python"),
         "interlace": _version("interlace"),
@@ -108,7 +107,6 @@ def _gpus() -> list[MachineFacts]:
 
 
 def _peer_access() -> str | None:
-    """Return a summary of the matrix of devices that can reach each other's memory."""
     pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if not pairs:
         return None
@@ -159,7 +157,6 @@ def _this_host() -> str:
 
 
 def _launcher_in_words() -> str | None:
-    """Describe the ranks that a launcher has put on this host; return None if this is not a rank."""
     found = variables(os.environ)
     here = f"{found['LOCAL_WORLD_SIZE']} " if "LOCAL_WORLD_SIZE" in found else ""
     if not found:

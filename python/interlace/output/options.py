@@ -44,8 +44,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
 
+# the field ``world_size`` becomes ``--world-size``
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
-    """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
     parser = commands.add_parser(
         name,
@@ -65,14 +65,12 @@ def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions])
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
-    """Return ``kind`` with the parsed values; lists become tuples."""
     names = [each.name for each in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def positive_int(text: str, most: int = MOST) -> int:
-    """Return ``text`` as an int within 1..``most``, for ``type=``."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
     if int(text) > most:
@@ -81,14 +79,12 @@ def positive_int(text: str, most: int = MOST) -> int:
 
 
 def world_size(text: str) -> int:
-    """Return ``text`` as a number of ranks, for ``type=``."""
     from interlace.kernels.signal import MAX_WORLD_SIZE  # imports Triton
 
     return positive_int(text, MAX_WORLD_SIZE)
 
 
 def seed_number(text: str) -> int:
-    """Return ``text`` as a seed that torch's generators take, for ``type=``."""
     with contextlib.suppress(ValueError):
         if 0 <= int(text) < 1 << 64:
             return int(text)
@@ -103,12 +99,10 @@ def _numbers(text: str, example: str) -> list[int]:
 
 
 def world_sizes(text: str) -> list[int]:
-    """Return a list such as "2,3,4,8", for ``type=``."""
     return [world_size(str(size)) for size in _numbers(text, "2,3,4,8")]
 
 
 def arches(text: str) -> list[int]:
-    """Return a list such as "80,90,100", for ``type=``."""
     found = _numbers(text.replace("sm_", ""), "80,90,100")
     unknown = [arch for arch in found if arch not in BUILDABLE]
     if unknown:

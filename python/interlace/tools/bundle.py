@@ -1,15 +1,9 @@
 """Build an op ahead of time: a directory with SASS, PTX and a manifest that says how to launch it.
 
-::
-
-    manifest.json                          see docs/reference/bundle-manifest.md; written last
-    load.py                                the loader, which needs no interlace
-    <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
-
 A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Values that could
 become wrong are not written by hand: arguments, sizes and resources come from this compilation
-(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings. The computations of
-launches are in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
+(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings.
+docs/reference/bundle-manifest.md describes the files.
 """
 
 import ast
@@ -343,7 +337,6 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
 
 
 def kernels(op: str) -> tuple[str, ...]:
-    """Return names of the kernels of an op itself, in the order of their launches."""
     return tuple(name for name in bundle_formulas.OPS[op] if name.endswith("_kernel"))
 
 
@@ -374,7 +367,6 @@ class BundleTarget:
     out: pathlib.Path
 
     def entries(self) -> list[Entry]:
-        """Return everything to compile. Raises ValueError naming the op, or an option."""
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
         OPS[self.op].checked(self.op, self.options)
@@ -386,11 +378,7 @@ def build_bundles(
     *,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile ``targets`` together and write their bundles; return a report per kernel.
-
-    If a report has problems, only directories are made. Raises ValueError naming an option, OSError
-    if a directory cannot be written.
-    """
+    """Compile ``targets`` together; if no report has problems, write their bundles."""
     entries = [target.entries() for target in targets]
     with contextlib.ExitStack() as stack:
         folders, stems = [], []
@@ -420,7 +408,6 @@ def loader() -> str:
 
 
 def _less_imports(module: types.ModuleType) -> tuple[str, str]:
-    """Return the docstring, and the text below it without imports of interlace."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)
     docstring, *nodes = ast.parse(source).body
@@ -450,7 +437,6 @@ def _mains(target: BundleTarget, arch: int) -> list[Entry]:
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
-    """Return the kernels of one launch of the op, in order."""
     last = [each for each in signals(arch) if each.kernel == _LAST]
     return [*_mains(target, arch), *(last if OPS[target.op].finished else ())]
 
@@ -542,7 +528,6 @@ def _kernel(
 
 
 def _names(functions: Iterable[types.CodeType]) -> set[str]:
-    """Return all names in functions, and in functions within them."""
     found = set[str]()
     for code in functions:
         within = (each for each in code.co_consts if isinstance(each, types.CodeType))

@@ -31,7 +31,6 @@ class DoctorOptions(CommandOptions):
 
 
 def collect() -> MachineFacts:
-    """Return facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
     facts["places"] = judge_places(facts)
     return facts
@@ -132,7 +131,6 @@ def _one_op(kernels: bool) -> float:
 
 
 def doctor(console: Any, options: DoctorOptions) -> int:
-    """Print the facts and the results of trials; return 0 if at least one place works, otherwise 1."""
     facts = collect()
     try_places(facts)
     code = 0 if any(place["works"] for place in facts["places"].values()) else 1
@@ -149,7 +147,6 @@ def doctor(console: Any, options: DoctorOptions) -> int:
 
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    """Return facts about the machine as (name, text)."""
     versions, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"
