@@ -24,8 +24,6 @@ def said_by(*command: str) -> str:
 
 
 def circumstances() -> dict[str, object]:
-    """Return the facts that a reader needs to judge the numbers."""
-
     def git(*arguments: str) -> str:
         return said_by("git", *arguments)
 
@@ -57,7 +55,6 @@ def circumstances() -> dict[str, object]:
 def in_turn(
     names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
 ) -> dict[str, list[float]]:
-    """Measure the candidates alternately; the first ``warm_up`` rounds do not count."""
     values: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(-warm_up, repetitions):
         for name, counted in values.items():

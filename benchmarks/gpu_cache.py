@@ -31,8 +31,6 @@ CACHE = Path(os.environ.get("TRITON_CACHE_DIR") or "/tmp/interlace-triton")
 
 
 class CacheJob(NamedTuple):
-    """One call to make on rank 0 of ``world_size``; ``kernels`` are those that it should launch."""
-
     title: str
     world_size: int
     kernels: frozenset[str]
@@ -52,7 +50,6 @@ class Listener:
 
 
 def checks() -> Iterator[CacheJob]:
-    """The cases of ``interlace check --device cuda``."""
     from interlace.cli.commands.check import RowsCase, cases
 
     def called(case: Any) -> None:
@@ -70,7 +67,6 @@ def checks() -> Iterator[CacheJob]:
 
 
 def matmuls() -> Iterator[CacheJob]:
-    """The parts matmul and variants of ``gpu.py``."""
     import torch
     from gpu_parts import shapes, timing
 
@@ -95,7 +91,6 @@ def matmuls() -> Iterator[CacheJob]:
 
 
 def slow_links() -> Iterator[CacheJob]:
-    """The part slow-link of ``gpu.py``."""
     import torch
     from gpu_parts import timing
     from gpu_parts.lone_rank import LoneRank
@@ -119,7 +114,6 @@ def slow_links() -> Iterator[CacheJob]:
 
 
 def small() -> Iterator[CacheJob]:
-    """The part small of ``gpu.py``; matmuls of torch's have nothing to compile."""
     import torch
     from gpu_parts import shapes
 
@@ -137,7 +131,6 @@ def small() -> Iterator[CacheJob]:
 
 
 def others() -> Iterator[CacheJob]:
-    """Launch the kernels of host_cost.py, gpu_probe.py and the part sanitizer of ``gpu.py``."""
     import gpu_probe
     import host_cost
     import torch
@@ -160,7 +153,6 @@ def others() -> Iterator[CacheJob]:
 
 
 def ops() -> Iterator[CacheJob]:
-    """The part ops of ``gpu.py``."""
     from gpu_parts.host import requests
 
     from interlace.benchmark.requests import DTYPES, OPS
@@ -197,7 +189,6 @@ STEPS = checks, matmuls, slow_links, ops, tests, small, others
 
 @contextlib.contextmanager
 def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
-    """Rank 0 of so many, whose GPU does nothing."""
     import host_cost
     import torch
     from gpu_parts import timing
@@ -229,7 +220,6 @@ def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
 
 
 def run(jobs: list[CacheJob], *, dry_run: bool) -> int:
-    """Run them, and return how many have not launched what they should."""
     from interlace.runtime.core.launch import KernelLaunch
 
     launched: set[str] = set()

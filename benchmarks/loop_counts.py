@@ -65,7 +65,6 @@ FEW = 10  # instructions: such a loop polls an mbarrier
 
 
 def _has_no_edges(kernel: str) -> bool:
-    """Return whether a kernel has no separate loop for edges."""
     return kernel in PACKED or re.match(r"attention_\w+backward", kernel) is not None
 
 

@@ -61,7 +61,6 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 def _pivot(
     head: list[str], cells: Mapping[tuple[Any, ...], Mapping[Any, str]], columns: Any
 ) -> str:
-    """A line per key of ``cells``, with a column for each of ``columns``, by its title."""
     rows = (
         [*map(str, key), *(line.get(each, "") for each in columns)] for key, line in cells.items()
     )
@@ -69,8 +68,6 @@ def _pivot(
 
 
 def backend(document: Document) -> str:
-    """One line per world size, op and size."""
-
     def rows() -> Rows:
         found = [m for m in document["measurements"] if m["op"] in BACKEND_OPS]
         found.sort(key=lambda m: (m["world_size"], BACKEND_OPS.index(m["op"]), m["shape"]["bytes"]))
@@ -146,7 +143,6 @@ def hosts(document: Document) -> str:
 
 
 def dispatch(document: Document) -> str:
-    """One line per op in a world of one."""
     names = "interlace", "gloo"
     found = [m for m in document["measurements"] if m["world_size"] == 1]
     rows = (
@@ -305,7 +301,6 @@ def rewritten(text: str) -> str:
 
 
 def plots(page: str) -> list[Path]:
-    """One image for each table of ``page`` that has one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -374,7 +369,6 @@ def _overlaps(pyplot: Any, document: Document) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check all pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plots", action="store_true", help="draw as well; needs matplotlib")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")

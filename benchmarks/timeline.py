@@ -29,7 +29,6 @@ Call = tuple[str, float, float, list[Step]]  # way, begin, end, steps
 
 
 def calls_of(profile: torch.profiler.profile) -> list[Call]:
-    """Return the calls in a profile with their steps, in order."""
     results: Any = profile.profiler
     start = results.kineto_results.trace_start_ns() / 1e3
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
@@ -44,7 +43,6 @@ def calls_of(profile: torch.profiler.profile) -> list[Call]:
 
 
 def on_rank(repetitions: int, meeting: str) -> list[Call]:
-    """Call each way so many times and return what the profiler has seen."""
     rank = interlace.get_rank()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -73,7 +71,6 @@ def on_rank(repetitions: int, meeting: str) -> list[Call]:
 
 
 def fastest(ranks: list[list[Call]], way: str) -> dict[str, Any]:
-    """Return the call with the least time from the first rank's begin to the last rank's end."""
     calls = zip(*([call for call in rank if call[0] == way] for rank in ranks), strict=True)
 
     def begin(call: tuple[Call, ...]) -> float:

@@ -76,7 +76,6 @@ class LoneRank:
         self.shard = torch.empty(shard, self.k, dtype=self.dtype, device=self.device)
 
     def preset(self) -> None:
-        """Raise all flags, for every epoch to come."""
         self.buffer.view(0, self.slot_offset, (self.slots,), torch.int64).fill_(PRESET)
 
     def consumer(
@@ -117,7 +116,6 @@ class LoneRank:
         return KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **launch_options(blocks))
 
     def settle(self) -> None:
-        """Wait for all that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         else:
@@ -172,6 +170,5 @@ class LoneRank:
         )
 
     def finish(self) -> KernelLaunch:
-        """The end of an op: the epoch advances."""
         peers = {"peers": Peers(self.peers, 0, self.world_size)}
         return KernelLaunch(slots.finish_kernel, 1, peers, "finish", num_warps=1)

@@ -71,11 +71,7 @@ def alternating(
     *,
     graph: bool = True,
 ) -> dict[str, Time]:
-    """Time candidates in turn. Each is a list of the same call on different inputs, used round robin.
-
-    With ``graph`` the whole list is captured once and replayed, so that a launch's host cost does not
-    count; without a GPU it is called.
-    """
+    """Time candidates in turn; each is a list of the same call on different inputs."""
     on_gpu = torch.cuda.is_available()
     make = _captured if graph and on_gpu else _all_of
     runs = {name: make(calls) for name, calls in candidates.items()}
@@ -122,7 +118,6 @@ def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
 
 
 def dtype_here() -> torch.dtype:
-    """bfloat16 on a GPU, float32 in the interpreter."""
     return torch.bfloat16 if interlace.device().type == "cuda" else torch.float32
 
 
@@ -133,7 +128,6 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def record(times: dict[str, Time], correct: bool, **derived: float) -> Record:
-    """Return the results of a case. A wrong result has no times."""
     shown = {name: asdict(value) for name, value in times.items()} if correct else {}
     return {"correct": correct, "microseconds": shown, "derived": derived if correct else {}}
 

@@ -169,7 +169,6 @@ class Measured:
 
 
 def measured_for(machine: ModelMachine, folder: Path = RESULTS) -> Measured | None:
-    """The latest file of ``machine``'s device; None where there is none."""
     latest: tuple[str, Path, list[Record]] | None = None
     for path in sorted(folder.glob("gpu-*.json")):
         document = json.loads(path.read_text())
@@ -181,7 +180,6 @@ def measured_for(machine: ModelMachine, folder: Path = RESULTS) -> Measured | No
 
 
 def calibrated(machine: ModelMachine, folder: Path = RESULTS) -> ModelMachine:
-    """``machine`` with what has been measured on it."""
     measured = measured_for(machine, folder)
     if measured is None:
         return machine

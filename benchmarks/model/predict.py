@@ -24,7 +24,6 @@ INTERLACE = ("fused", "fused by SMs", "pipelined", "interlace unfused")
 
 
 def default_configuration(shape: Shape) -> Configuration:
-    """``gpu_default`` of 9.0 for this shape, sending left to the copy engine."""
     rows = max(shape.rows) if shape.op != "matmul_all_reduce" else shape.m
     chosen = gpu_default(HOPPER, torch.bfloat16, rows, shape.n, shape.k)
     return replace(chosen, copiers=0)

@@ -77,7 +77,6 @@ def parameters(machine: ModelMachine) -> Table:
 
 
 def published(found: Sequence[Compared]) -> Table:
-    """Published speedups and the model's."""
     rows = []
     for each in found:
         case = each.published
@@ -97,7 +96,6 @@ def published(found: Sequence[Compared]) -> Table:
 
 
 def summary(found: Sequence[Compared]) -> Table:
-    """How many are within 15 %, by machine and op."""
     groups: dict[tuple[str, str, str], list[Compared]] = {}
     for each in found:
         shape = each.published.shape
@@ -124,7 +122,6 @@ def summary(found: Sequence[Compared]) -> Table:
 
 
 def outside(found: Sequence[Compared]) -> Table:
-    """Where the model is off, and why."""
     groups: dict[tuple[str, str], list[Compared]] = {}
     for each in found:
         if not each.within:
@@ -143,7 +140,6 @@ def not_modelled() -> Table:
 
 
 def one_node(machine: ModelMachine, progress: Progress) -> Table:
-    """Both fused ops on 8 ranks, by rows."""
     rows = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         names = ["unfused", "fused", "fused by SMs", "pipelined", "symm_mem"]
@@ -169,7 +165,6 @@ def one_node(machine: ModelMachine, progress: Progress) -> Table:
 
 
 def recommendation(machine: ModelMachine, progress: Progress) -> Table:
-    """Chunks and who sends them."""
     progress(f"{machine.name}: chunks")
     rows = []
     for each in recommended(machine):
@@ -210,7 +205,6 @@ def orders_of(machine: ModelMachine, progress: Progress) -> Table:
 
 
 def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-1]) -> Table:
-    """2 to 128 nodes of 8, every rank with equally many rows."""
     rows, orders = [], ("node_order", "by holder")
     for nodes in NODES:
         if nodes > most:
@@ -246,7 +240,6 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
 
 
 def sensitivity(machine: ModelMachine, progress: Progress) -> Table:
-    """Return the effects of assumed and fitted parameters."""
     rows = []
     for shape in (
         Shape("all_gather_matmul", 8192, 3584, 8192),

@@ -67,11 +67,9 @@ class Simulation:
         heapq.heappush(self._later, (time, self._order, action))
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the present time, after what is ready already."""
         self._ready.append(action)
 
     def spawn(self, process: Process, name: str = "process") -> Signal:
-        """Start a process; the signal is set when it ends."""
         done = Signal()
         self._names[process] = name
         self._ready.append(lambda: self._advance(process, done))
@@ -87,10 +85,7 @@ class Simulation:
         signal.waiting.clear()
 
     def run(self) -> float:
-        """Until nothing is left to happen; the time of the last event.
-
-        Raises :class:`Deadlock` naming the processes that still wait.
-        """
+        """Return the time of the last event. Raises :class:`Deadlock` naming processes that wait."""
         while True:
             while self._ready:
                 self._ready.popleft()()
@@ -119,8 +114,6 @@ class Simulation:
 
 
 class Link:
-    """One direction of a wire, or of the path through one memory."""
-
     def __init__(self, name: str, gbs: float) -> None:
         self.name = name
         self.rate = gbs * 1e3
@@ -186,7 +179,6 @@ class Cores:
         self.most_at_once = 0
 
     def acquire(self) -> Signal:
-        """An SM, in the order of asking."""
         granted = Signal()
         if self._free:
             self._take(granted)
@@ -272,8 +264,6 @@ Distance = tuple[int, int]
 
 @dataclass
 class Gpu:
-    """One GPU: its SMs, its memory, its side of the node's links, its network card."""
-
     cores: Cores
     memory: Link
     sends: Link
@@ -328,7 +318,6 @@ class Cluster:
         return Gpu(cores, *wires)
 
     def gpu(self, rank: int) -> Gpu:
-        """Return the GPU of ``rank``, or of the rank that stands for it."""
         return self.gpus[rank if self.everyone else 0]
 
     def program_limit(self) -> int:
@@ -342,14 +331,12 @@ class Cluster:
         return min(limit, reserved + configuration.programs) if configuration.programs else limit
 
     def distance(self, source: int, receiver: int) -> Distance:
-        """How far ``source`` is behind ``receiver``."""
         return (
             (receiver // self.per_node - source // self.per_node) % self.nodes,
             (receiver % self.per_node - source % self.per_node) % self.per_node,
         )
 
     def flag(self, source: int, receiver: int, key: Hashable) -> Signal:
-        """Return the flag that ``source`` publishes to ``receiver`` under ``key``."""
         at = receiver if self.everyone else 0
         name = (at, self.distance(source, receiver), key)
         if name not in self._flags:
@@ -377,7 +364,6 @@ class Cluster:
         )
 
     def put(self, source: int, receiver: int, nbytes: float) -> Process:
-        """Bytes over the network cards of two GPUs."""
         mine, theirs = self.gpu(source), self.gpu(receiver)
         yield from transfer(
             self.simulation,
@@ -389,7 +375,6 @@ class Cluster:
         yield self.machine.nic_us
 
     def barrier(self, rank: int, name: Hashable) -> Process:
-        """All ranks of the node, on the stream."""
         if not self.everyone:
             yield self.machine.barrier_us
             return

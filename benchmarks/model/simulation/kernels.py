@@ -68,7 +68,6 @@ def triton_tiling(machine: ModelMachine, block_m: int, block_n: int, group_m: in
 
 
 def traffic_bytes(machine: ModelMachine, tiling: Tiling, rows: int, n: int, k: int) -> float:
-    """From and to memory, of a matmul by itself."""
     bands = ceil_div(ceil_div(rows, tiling.block_m), tiling.group_m)
     weight = n * k * BYTES
     if weight <= cached_bytes(machine):
@@ -82,7 +81,6 @@ def cached_bytes(machine: ModelMachine) -> float:
 
 
 def compute_us(machine: ModelMachine, tiling: Tiling, k: int) -> float:
-    """One tile, of an SM at full clock that waits for no memory."""
     flops = 2.0 * tiling.block_m * tiling.block_n * k / tiling.rate
     return flops / (machine.clock_tflops * 1e6 / machine.sms)
 
@@ -96,7 +94,6 @@ def sharing_us(machine: ModelMachine, tiling: Tiling, n: int, k: int) -> float:
 
 
 def rate_of(machine: ModelMachine, working: int) -> float:
-    """At which ``working`` SMs advance together."""
     return min(1.0, machine.budget / max(1, working))
 
 
@@ -128,7 +125,6 @@ def library_tiling(machine: ModelMachine, rows: int, n: int, k: int) -> Tiling:
 
 
 def library_us(machine: ModelMachine, rows: int, n: int, k: int) -> float:
-    """``torch.mm`` by itself, without its launch."""
     if not rows or not n:
         return 0.0
     return _fastest(library_tilings(machine), machine, rows, n, k)[0]
@@ -162,7 +158,6 @@ class Shape:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of the whole matrix that is gathered, scattered or reduced."""
         return self.m * (self.k if self.op == "all_gather_matmul" else self.n) * BYTES
 
     def __str__(self) -> str:
@@ -172,8 +167,6 @@ class Shape:
 
 @dataclass
 class Prediction:
-    """The model's prediction of one algorithm at one shape; nothing of it is measured."""
-
     shape: Shape
     machine: str
     algorithm: str
@@ -192,8 +185,6 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Span:
-    """A program of a rank was busy with something of ``peer``."""
-
     begin: float
     end: float
     rank: int
@@ -291,10 +282,7 @@ def persistent(
 
 
 def library_matmul(cluster: Cluster, rank: int, rows: int, n: int, k: int) -> Process:
-    """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch.
-
-    It ends no sooner than its traffic has passed the memory, which launches share.
-    """
+    """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch."""
     machine, gpu = cluster.machine, cluster.gpu(rank)
     if not rows or not n:
         return

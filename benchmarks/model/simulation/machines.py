@@ -134,7 +134,6 @@ def _machine(
     virtual_ranks: bool = False,
     **changed: Value,
 ) -> ModelMachine:
-    """``base`` (or the common parameters) with some changed."""
     known = dict(_COMMON)
     if base is not None:
         known = {key: (getattr(base, key), base.sources[key]) for key in PARAMETERS}
@@ -218,7 +217,6 @@ MACHINES = {
 
 
 def machine_named(name: str) -> ModelMachine:
-    """One of :data:`MACHINES`; ValueError that lists them otherwise."""
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is not known; known are {', '.join(MACHINES)}")
     return MACHINES[name]

@@ -61,7 +61,6 @@ GATHER_ORDERS: dict[str, Callable[..., list[tuple[int, int]]]] = {
 
 
 def node_of_rank(cluster: Cluster) -> list[int]:
-    """``nodes`` of ``node_order``."""
     return [rank // cluster.per_node for rank in range(cluster.world_size)]
 
 

@@ -101,7 +101,6 @@ def fused_gather(
 def _by_source(
     lines: Sequence[Sequence[int]], rank: int, world_size: int, block_m: int, tiles_n: int
 ) -> list[list[int]]:
-    """The lines of the same chunks, source by source, with their tiles numbered anew."""
     found, start = [], 0
     for line in sorted(lines, key=lambda line: (rank - line[0]) % world_size):
         found.append([*line[:-1], start])

@@ -56,8 +56,6 @@ TRITON_DISTRIBUTED_SCATTER = Variant(group_m=8, barriers=0, nvshmem_barriers=2)
 
 @dataclass(frozen=True)
 class HostOps:
-    """The host's work: driver calls per rank, and torch operators per peer and besides."""
-
     operators: int
     driver_per_rank: int = 0
     operators_per_peer: int = 0
@@ -192,7 +190,6 @@ def producing(
     left = [0] * len(owners)
 
     def places(part: int, tile_m: int) -> range:
-        """Return the ranks whose rows a tile holds."""
         if not whole:
             return range(part, part + 1)
         first = tile_m * tiling.block_m
@@ -219,7 +216,6 @@ def producing(
 
 
 def pushed_scatter(cluster: Cluster, rank: int, shape: Shape, variant: Variant) -> Process:
-    """Matmul + reduce-scatter by copy engine."""
     machine, world_size = cluster.machine, cluster.world_size
     rows = shape.rows[0]
     nbytes = rows * shape.n * BYTES
