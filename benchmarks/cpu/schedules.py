@@ -138,10 +138,7 @@ def measurements(world_size: int, repetitions: int) -> list[Measurement]:
             world_size,
             {"calls": 3, "elements": 40, "dtype": "float32"},
             "interlace.run",
-            {
-                "interlace.run": partial(plain, world_size),
-                "races": partial(raced, world_size),
-            },
+            {"interlace.run": partial(plain, world_size), "races": partial(raced, world_size)},
             repetitions,
         ),
     ]

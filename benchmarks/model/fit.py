@@ -25,14 +25,7 @@ from typing import Any
 
 from model.predict import default_configuration, predict
 from model.published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
-from model.simulation.kernels import (
-    BYTES,
-    Shape,
-    library_us,
-    matmul_us,
-    nccl_us,
-    tiling_of,
-)
+from model.simulation.kernels import BYTES, Shape, library_us, matmul_us, nccl_us, tiling_of
 from model.simulation.machines import MACHINES, ModelMachine
 
 

@@ -104,10 +104,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def _process(
-    shape: Shape,
-    algorithm: str,
-    configuration: Configuration,
-    order: str | None,
+    shape: Shape, algorithm: str, configuration: Configuration, order: str | None
 ) -> Simulated:
     if algorithm in PEERS[shape.op]:
         return PEERS[shape.op][algorithm]

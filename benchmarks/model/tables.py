@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.output.files import require_matplotlib
-from model.choose import (
-    ROWS,
-    SHAPES,
-    order_times,
-    recommended,
-    sensitivities,
-)
+from model.choose import ROWS, SHAPES, order_times, recommended, sensitivities
 from model.fit import FITS, compare_measured
 from model.predict import algorithms, default_configuration, predict
 from model.published import NOT_MODELLED, TOLERANCE, Compared

@@ -152,12 +152,7 @@ def gather(
 
 
 def scatter(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    configuration: Configuration,
-    *,
-    summers: int = 0,
+    cluster: Cluster, rank: int, shape: Shape, configuration: Configuration, *, summers: int = 0
 ) -> Process:
     machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m

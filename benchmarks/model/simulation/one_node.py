@@ -109,11 +109,7 @@ def _by_source(
 
 
 def copy_engine(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    sends: Sequence[Sequence[int]],
-    size: int,
+    cluster: Cluster, rank: int, shape: Shape, sends: Sequence[Sequence[int]], size: int
 ) -> Process:
     """``send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
     note = Logged(cluster, rank, -1)
@@ -264,12 +260,7 @@ def _store(
     note.end("store", owner, tile)
 
 
-def all_reduce(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    configuration: Configuration,
-) -> Process:
+def all_reduce(cluster: Cluster, rank: int, shape: Shape, configuration: Configuration) -> Process:
     """``matmul_all_reduce_fused``, one-shot: every tile to every rank, everyone sums all."""
     machine, world_size = cluster.machine, cluster.world_size
     tiling = tiling_of(machine, configuration)

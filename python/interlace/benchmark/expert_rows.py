@@ -15,13 +15,7 @@ import interlace
 from interlace import reference
 from interlace.benchmark import protocol
 from interlace.benchmark.figures import bus_factor
-from interlace.benchmark.fused import (
-    WEIGHT,
-    AllGatherMatmul,
-    ByRows,
-    Expected,
-    Fused,
-)
+from interlace.benchmark.fused import WEIGHT, AllGatherMatmul, ByRows, Expected, Fused
 from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.matmul.formats import FORMATS, multiply_packed, packed_rows, unpacked_rows

@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark import (
-    attention,
-    baselines,
-    expert_rows,
-    fused,
-    kernel,
-    plain,
-    protocol,
-)
+from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, plain, protocol
 from interlace.benchmark.figures import Spread, format_size, overlap
 from interlace.benchmark.fused import ByRows, Fused
 from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Facts, Subject

@@ -33,24 +33,14 @@ from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.ops.attention.blocks import MERGED
 from interlace.ops.attention.decode import MOST_PIECES
-from interlace.ops.collectives.launch import (
-    BLOCK_WORDS,
-    EPOCHS_OFFSET,
-    MOST_PROGRAMS,
-    WORDS_OFFSET,
-)
+from interlace.ops.collectives.launch import BLOCK_WORDS, EPOCHS_OFFSET, MOST_PROGRAMS, WORDS_OFFSET
 from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
 from interlace.tools.catalogue.absent_group import KernelOptions as KernelOptions
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import (
-    Entry,
-    MatmulVariant,
-    entries,
-    signals,
-)
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant, entries, signals
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 
 # Not options of one build: the path has its own option, and the launch says how many programs.

@@ -23,10 +23,7 @@ from interlace.runtime.core.errors import InlineAssemblyError
 from interlace.runtime.places.sim.choice import by_threads
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.calls import CALLS
-from interlace_verify.ptx.instruction import (
-    Instruction,
-    Register,
-)
+from interlace_verify.ptx.instruction import Instruction, Register
 from interlace_verify.ptx.memory import MEMORY
 from interlace_verify.ptx.moves import MOVES
 from interlace_verify.ptx.parser import Parser

@@ -42,12 +42,7 @@ from interlace_verify.race_check.collector import (
     does_of,
     stream_atomic,
 )
-from interlace_verify.race_check.shadow import (
-    WRITES,
-    Conflict,
-    KnownTimes,
-    byte_ranges,
-)
+from interlace_verify.race_check.shadow import WRITES, Conflict, KnownTimes, byte_ranges
 
 Conflicts = Iterable[Conflict]
 

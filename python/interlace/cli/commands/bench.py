@@ -100,9 +100,7 @@ class BenchOptions(CommandOptions):
         None, metavar="ROWS", help="all rows of a fused op; a list or range like --sizes"
     )
     n: str | None = option(
-        None,
-        metavar="COLUMNS",
-        help="columns of a rank's weight of a fused op; heads of attention",
+        None, metavar="COLUMNS", help="columns of a rank's weight of a fused op; heads of attention"
     )
     k: str | None = option(
         None,
