@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.overlap import SLOW_SHAPES, VIRTUAL_SHAPES
+
 from interlace.output.files import require_matplotlib
 from model.choose import ROWS, SHAPES, order_times, recommended, sensitivities
 from model.fit import FITS, compare_measured
@@ -20,12 +22,6 @@ Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)
 GATHER_ROWS, SCATTER_ROWS = 512, 256  # per rank, for several nodes
 LATE_SUMS_UP_TO = 16  # nodes: beyond, slower still and slow to simulate
-VIRTUAL_SHAPES = (
-    (4096, 3584, 8192),
-    (8192, 3584, 8192),
-    (8192, 6656, 16384),
-)  # as gpu_parts/overlap.py
-SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
 
 
 @dataclass(frozen=True)

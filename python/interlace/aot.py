@@ -352,9 +352,8 @@ class Kernel:
 def _require(name: str, value: Any, wanted: object) -> None:
     """Raise TypeError or KeyError unless ``value`` has everything in ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
-        kind = (
-            int if isinstance(wanted, range) else str
-        )  # the range would compare a str with each of its numbers
+        # the range would compare a str with each of its numbers
+        kind = int if isinstance(wanted, range) else str
         fits = type(value) is kind and value in wanted
     else:
         fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))

@@ -92,9 +92,8 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        most = (
-            None if isinstance(error, RankError) else 21
-        )  # the last lines of a traceback say most
+        # the last lines of a traceback say most
+        most = None if isinstance(error, RankError) else 21
         first, *rest = str(error).splitlines()[:most] or [""]
         write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2

@@ -164,6 +164,7 @@ def name_of(whole: Communicator, communicator: Communicator) -> str:
 
 
 def close(whole: Communicator) -> None:
+    """Close the groups that were made on first use."""
     for communicator in _groups.pop(whole, {}).values():
         communicator.close()
 
@@ -225,6 +226,7 @@ def _is_left_over() -> bool:
 
 
 def joined_group() -> Communicator | None:
+    """Return the caller's default group, or None if it would have to be made first."""
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
         # the backend may be interlace; not kept, because it ends with torch's group
@@ -330,6 +332,7 @@ def init(
 
 
 def _may_be_gpus() -> bool:
+    """Return whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
     if not dist.is_initialized():
         return True
     return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]

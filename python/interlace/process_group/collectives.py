@@ -46,6 +46,8 @@ _ZERO = timedelta(0)
 
 
 class OpOptions(Protocol):
+    """Options as torch passes them: each op has some of these."""
+
     asyncOp: bool
     timeout: timedelta
     rootRank: int

@@ -277,10 +277,8 @@ def specialisation(launch: KernelLaunch) -> str:
     """Return equal texts for launches that Triton compiles to the same code."""
     try:
         request = lint_request(launch, ANY_ARCH)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # an argument without a type for lint, which reports it later
+    except (TypeError, ValueError) as error:
+        # an argument without a type for lint, which reports it later
         return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
     parts = (request.signature, request.constexprs, request.divisible)
     compiled = (*parts, request.num_warps, request.num_stages)

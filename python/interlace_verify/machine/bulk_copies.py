@@ -185,11 +185,9 @@ def build_tensor_map(instruction: Instruction) -> Action:
 def _replace(instruction: Instruction) -> Action:
     instruction.flag("tile")
     fields: Any = MAP.fields
-    name = instruction.choose(*fields)
+    name = instruction.require("the field", fields)
     instruction.flag("b1024")
     kind = instruction.take_type(("b32", "b64"))
-    if name is None:
-        raise instruction.unknown(f"the field of '{instruction.opcode}'", fields)
     field, first = fields[name]
     if field.base.itemsize * 8 < kind.bits:
         raise instruction.error(f"'.{name}' has {field.base.itemsize * 8} bits")
@@ -399,9 +397,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
 
 
 def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
-    name = instruction.choose(*REDUCTIONS) if reduces else None
-    if reduces and name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", REDUCTIONS)
+    name = instruction.require("the operation", REDUCTIONS) if reduces else None
     kind = _LINE
     if reduces and not tensor:
         instruction.flag("noftz")

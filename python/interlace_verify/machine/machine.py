@@ -384,8 +384,11 @@ class PtxMachine:
         if event == BLOCK_BARRIER:
             return self._meet(group, barriers)
         if event == ARRIVAL:
-            for number, count, mask in barriers:
-                self._arrive(number, count, mask)
+            for number, count, mask in barriers:  # threads do not wait for it
+                arrived = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
+                self._arrived[number] = arrived
+                self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
+                self._let_go(number, count)
         elif event == WARP_BARRIER:
             for numbers in tiles(self.step, self.threads, taken):
                 self.program.hooks.barrier(numbers)
@@ -428,11 +431,6 @@ class PtxMachine:
         found = [(number, count, mask & (warps == warp)) for warp in np.unique(warps[mask])]
         self._random.shuffle(found)
         return found
-
-    def _arrive(self, number: int, count: int, mask: Numbers) -> None:
-        self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
-        self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
-        self._let_go(number, count)
 
     def _let_go(self, number: int, count: int) -> bool:
         """Release a barrier if it is complete; return whether it was. ``count`` 0: all live threads."""

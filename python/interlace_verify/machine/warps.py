@@ -100,11 +100,9 @@ _MODES: dict[str, Callable[[Array, Array], Array]] = {
 @builds("shfl")
 def build_shuffle(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    mode = instruction.choose(*_MODES)
+    mode = instruction.require("the mode", _MODES)
     kind = instruction.take_type(("b32",))
     instruction.finish(5)
-    if mode is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _MODES)
     move = _MODES[mode]
     write, tell = _targets(instruction, kind)
     reads = [instruction.reader(each, kind) for each in instruction.operands[1:4]]
@@ -143,12 +141,10 @@ _VOTES = ("ballot", "all", "any", "uni")
 @builds("vote")
 def build_vote(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    form = instruction.choose(*_VOTES)
+    form = instruction.require("the mode", _VOTES)
     ballot = form == "ballot"
     kind = instruction.take_type(("b32",) if ballot else ("pred",))
     instruction.finish(3)
-    if form is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _VOTES)
     write = instruction.writer(instruction.operands[0], kind)
     read = instruction.reader(instruction.operands[1], PREDICATE)
 

@@ -399,7 +399,8 @@ class ProtocolMachine:
                     writing[state[other]] & mask
                     or (kind is BeginWrite and self._reading[other][state[other]] & mask)
                 ):
-                    return self._overlap(state, process, other)
+                    doing = "writing" if writing[state[other]] & mask else "reading"
+                    return f"{self.tell(state, process)}, which {self._name(other)} is {doing}"
             for cell in cells:
                 if kind is BeginWrite:
                     state[cell] = value
@@ -478,11 +479,6 @@ class ProtocolMachine:
 
     def _name(self, process: int) -> str:
         return self.protocol.processes[process].name
-
-    def _overlap(self, state: bytearray, process: int, other: int) -> str:
-        mask = self._codes[process][state[process]].mask
-        doing = "writing" if self._writing[other][state[other]] & mask else "reading"
-        return f"{self.tell(state, process)}, which {self._name(other)} is {doing}"
 
     def _wrong_content(self, state: bytearray, process: int, cell: int) -> str:
         step = self.protocol.processes[process].steps[state[process]]

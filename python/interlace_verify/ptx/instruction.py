@@ -123,6 +123,13 @@ class Instruction:
                 return name
         return None
 
+    def require(self, what: str, names: Iterable[str]) -> str:
+        """Take one of ``names``; without one, ``what`` of the instruction is not known."""
+        found = self.choose(*names)
+        if found is None:
+            raise self.unknown(f"{what} of '{self.opcode}'", names)
+        return found
+
     def take_type(self, allowed: Iterable[str]) -> ScalarType:
         listed = ", ".join(f".{name}" for name in allowed)
         for name in self.qualifiers:

@@ -429,9 +429,7 @@ def build_atomic(instruction: Instruction) -> Action:
     scope, shared = SCOPES[instruction.choose(*SCOPES) or "gpu"], take_space(instruction)
     take_cache_hints(instruction)
     known = list(_OPERATIONS) if returns else list(_OPERATIONS)[:-2]
-    name = instruction.choose(*known)
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
+    name = instruction.require("the operation", known)
     vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
     instruction.finish(2 + returns + (name == "cas"))
     target, *given = instruction.operands[returns:]
@@ -585,9 +583,7 @@ def build_multimem(instruction: Instruction) -> Action:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
     sem, scope = take_ordering(instruction, *_ORDERINGS[form])
     take_global(instruction)
-    name = instruction.choose(*_AT_ALL_RANKS) if form != "st" else "add"
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _AT_ALL_RANKS)
+    name = instruction.require("the operation", _AT_ALL_RANKS) if form != "st" else "add"
     reduce, kinds = _AT_ALL_RANKS[name]
     instruction.choose("acc::f32", "acc::f16")
     vector = instruction.choose("v2", "v4", "v8")

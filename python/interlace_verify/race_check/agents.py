@@ -120,9 +120,6 @@ class Agent:
             return False
         return any(time <= end <= known[component] for end in self.ends)
 
-    def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
-        self.observed[word, thread] = writes
-
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
         return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
@@ -212,16 +209,14 @@ class Agent:
         own[:, threads] = np.maximum(own[:, threads], self.own[:, threads])
         return clock
 
-    def known_by(self, thread: int) -> Numbers:
-        return join_clocks(self.acquired.get(thread), self.clock)
-
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
         """Return the clock that ``thread`` releases: other threads' accesses before the last barrier.
 
         If several threads whose numbers are not known release (LANES), each covers only its own accesses.
         """
         covered: Any = [] if thread == LANES and not self.threads else thread
-        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else covered)
+        known = join_clocks(self.acquired.get(thread), self.clock).copy()
+        return self._put_own(known, slice(None) if all_threads else covered)
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Advance the times of ``threads``, because the release does not cover later accesses."""
@@ -312,10 +307,6 @@ class Seen(NamedTuple):
     time: Numbers
     known: Numbers
 
-    def is_behind(self, component: int, time: int) -> bool:
-        """Return whether the writer, a third agent, knew what ``component`` did at ``time``."""
-        return component < len(self.known) and time <= self.known[component]
-
 
 class SignalLog:
     """The last write of each agent to each word by an atomic, and the last read of it by each other."""
@@ -359,7 +350,8 @@ class SignalLog:
             written = seen.time[(component - first.first) % first.components]
             return seen if time <= written else None
         others = (each for (reader, _), each in self._seen.items() if reader == second.number)
-        return next((each for each in others if each.is_behind(component, time)), None)
+        behind = (e for e in others if component < len(e.known) and time <= e.known[component])
+        return next(behind, None)
 
     def writers(self, address: int) -> int:
         return len(self._written[address])

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -33,7 +33,7 @@ from interlace.runtime.places.sim.choice import Rewrite, programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
-from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Scheduler
 from interlace.runtime.places.sim.scheduler.source_lines import (
     program_lines,
     task_lines,
@@ -294,8 +294,8 @@ def races(
     >>> print(interlace.verify.races(step, 2, seeds=1).clean)
     True
     """
-    chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
-    made = programs(arch, rewrite)
+    timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
+    chosen, made = seed_list(seeds), programs(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[object, Finding] = {}
     launches: dict[object, Any] = {}
@@ -306,13 +306,35 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
+    def observe_run(seed: int, observer: Any) -> Exception | None:
+        """Run one schedule and return the exception that ended it, if any."""
+        scheduler = Scheduler(
+            seed,
+            strategy=for_seed(seed),
+            observer=observer,
+            store_buffers=store_buffers,
+            timeout=timeout,
+            quiet=QUIET_SECONDS,
+            programs=made,
+            on_bad_access=observer.on_bad_access,
+        )
+        try:
+            with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
+                run_sim(on_rank, world_size, scheduler=scheduler)
+        except Exception as error:
+            return error
+        finally:
+            if isinstance(observer, Detector):
+                for key, each in observer.found.items():
+                    observer.found[key] = with_names(each, scheduler.memory)
+        return None
+
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        several = Several(asked)
-        return _observe(on_rank, world_size, seed, several, made, store_buffers, timeout)
+        return observe_run(seed, Several(asked))
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = _observe(on_rank, world_size, seed, detector, made, store_buffers, timeout)
+        raised = observe_run(seed, detector)
         error = SourceText("")
         if raised is not None:
             told = with_lines(raised)
@@ -386,53 +408,8 @@ def races(
     )
 
 
-def check_races(
-    fn: Callable[..., object],
-    world_size: int,
-    seeds: int | Iterable[int],
-    store_buffers: bool,
-    timeout: float,
-    *,
-    names: tuple[str, str] = ("fn", "world_size"),
-) -> tuple[list[int], float]:
-    """Check the arguments of :func:`races` and return the seeds and the timeout in seconds."""
-    seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
-    return seed_list(seeds), seconds
-
-
 def _form(error: str) -> str:
     return re.sub(r"\d+", "#", error)
-
-
-def _observe(
-    on_rank: Callable[[Any], Any],
-    world_size: int,
-    seed: int,
-    detector: Detector | Several,
-    made: Programs,
-    store_buffers: bool,
-    timeout: float,
-) -> Exception | None:
-    scheduler = Scheduler(
-        seed,
-        strategy=for_seed(seed),
-        observer=cast(Observer, detector),
-        store_buffers=store_buffers,
-        timeout=timeout,
-        quiet=QUIET_SECONDS,
-        programs=made,
-        on_bad_access=detector.on_bad_access,
-    )
-    try:
-        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, detector):
-            run_sim(on_rank, world_size, scheduler=scheduler)
-    except Exception as error:
-        return error
-    finally:
-        if isinstance(detector, Detector):
-            for key, each in detector.found.items():
-                detector.found[key] = with_names(each, scheduler.memory)
-    return None
 
 
 class Several:

@@ -15,7 +15,7 @@ import numpy as np
 from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
-from interlace_verify.schedule_check.interleaving import Story
+from interlace_verify.schedule_check.interleaving import Story, in_words
 
 # The kinds of findings and their meanings.
 KINDS = {
@@ -194,10 +194,6 @@ class Finding:
         lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
-
-
-def in_words(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,8 @@ class Detector(Collector):
             strong = (
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
-            agent.observe(word, thread, {component: time for component, (time, _) in strong})
+            times = {component: time for component, (time, _) in strong}
+            agent.observed[word, thread] = times
         actor = access.actors if thread is None else thread
         mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
         component, time = agent.first + actor + mirror, int(agent.own[0, actor])

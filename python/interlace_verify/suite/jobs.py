@@ -35,9 +35,10 @@ from interlace_verify.lint_check.check import (
 )
 from interlace_verify.protocols.patterns import PATTERNS, explore_pattern
 from interlace_verify.race_check.check import races
-from interlace_verify.race_check.findings import Finding, RaceReport, in_words, on_more_ranks
+from interlace_verify.race_check.findings import Finding, RaceReport, on_more_ranks
 from interlace_verify.schedule_check import parallel
 from interlace_verify.schedule_check.check import ScheduleReport, schedules
+from interlace_verify.schedule_check.interleaving import in_words
 from interlace_verify.shims.imports import calls_a_shim, needed_for
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")

@@ -535,9 +535,8 @@ class Timeline:
                     line.append(glyph, style)
                 yield line.append(glyphs.edge, "dim")
         last = f"{(end - start) / TICKS:,.0f} {STEPS}"
-        if (
-            self.recording.unit != STEPS
-        ):  # the times of interpreted kernels must not look like real speed
+        # the times of interpreted kernels must not look like real speed
+        if self.recording.unit != STEPS:
             last = f"{(end - start) / TICKS / 1000:,.1f} ms in the interpreter"
         yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
 

@@ -159,9 +159,8 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
             why = f"it belongs to uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
             why += "CAP_SYS_PTRACE, may read its record; run inspect as that user, or by sudo"
         raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
-    for rank in (
-        [] if segments else _below(pid)
-    ):  # for torchrun, or for a script that called interlace.run
+    # for torchrun, or for a script that called interlace.run
+    for rank in [] if segments else _below(pid):
         with contextlib.suppress(OSError):
             segments = segments or list(_segments(rank))
     if not segments:
