@@ -1,18 +1,7 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between
-``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
-
-    backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
-    dispatch  torch_backend in a world of one
-    fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
-    hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
-    gpu       the records of gpu.py
-    loops     loop_counts.py: what a round of some loops does, before and now
-    packed    loop_counts.py --packed: what 128 numbers along k of block-scaled operands take
-    rows      rows_in_flight.py: what kernels that move rows have on their way, before and now
-    messages  messages: interlace beside gloo and OpenMPI, by op and size
-    crowds    crowds: a step beside busy loops, through gloo and through interlace
+In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between ``<!-- table KIND
+FILE -->`` and ``<!-- end -->``. This command rewrites all of them; ``KINDS`` has the kinds.
 
 ``--plots`` draws time over size for each table of the backend and of messages, and overlap for each gpu
 table, into ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
@@ -273,13 +262,13 @@ def rows_in_flight(document: Document) -> str:
 
 
 KINDS: dict[str, Callable[[Document], str]] = {
-    "backend": backend,
+    "backend": backend,  # of cpu/torch_backend.py, as "dispatch"
     "dispatch": dispatch,
     "fused": fused,
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
-    "packed": packed,
+    "packed": packed,  # of loop_counts.py --packed
     "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,

@@ -79,8 +79,6 @@ def parse_size(text: str, where: str = "size") -> int:
 def parse_sizes(text: str, where: str = "--sizes") -> list[int]:
     """Return all sizes of a list of sizes or ranges; a range includes its last size if the steps reach it.
 
-    Raises ValueError that quotes the wrong part.
-
     >>> parse_sizes("1K:20K:x4")
     [1024, 4096, 16384]
     >>> parse_sizes("100,1K:3K:+1K")

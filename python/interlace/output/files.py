@@ -13,10 +13,7 @@ from interlace.output.consoles import write
 def refuse_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raise ValueError unless each of ``outputs`` can be written and differs from the other files.
-
-    Both map options to paths, or to None for options that are not set. Existing files are not changed.
-    """
+    """Raise ValueError unless each of ``outputs`` can be written and differs from the other files."""
     named: dict[str | tuple[int, int], str] = {}
     for option, path in {**(inputs or {}), **outputs}.items():
         if path is None:

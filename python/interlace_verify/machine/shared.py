@@ -126,11 +126,7 @@ SHARED, builds = builders()
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """The state that the threads of one program share.
-
-    ``groups``: asynchronous work by kind; ``unsettled``: by register, the work that will write it.
-    ``arrays``: parameters that are arrays, by address. ``variables``: addresses of the module's variables.
-    """
+    """The state of the threads of one program. ``unsettled``: by register, the work that will write it."""
 
     hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
@@ -200,10 +196,7 @@ def _touch(
     bits: Array | None = None,
     constant: bool = False,
 ) -> Array:
-    """Report an access to observers; return its offsets. ``constant``: all threads store the same value.
-
-    ``bits``: the stored bits; the memory may already hold them.
-    """
+    """Report an access to observers; return its offsets. ``constant``: all threads store the same value."""
     program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:

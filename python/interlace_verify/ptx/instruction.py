@@ -33,10 +33,7 @@ _SPECIAL = re.compile(r"%[a-z]\w*(?:\.[xyz])?|WARP_SZ")
 
 
 class Symbol(NamedTuple):
-    """A name of memory in a whole kernel: ``offset`` in its state space.
-
-    It is 0 in "global" and "const", where a variable has its own address. "param": of a function.
-    """
+    """A name of memory in a whole kernel: ``offset`` in its state space, 0 for a global variable."""
 
     space: str
     offset: int
@@ -280,10 +277,7 @@ class Instruction:
 
 
 def number_of(text: str, kind: ScalarType) -> int | None:
-    """Return the bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None for other texts.
-
-    Raise ValueError for a number with a point if ``kind`` is an integer.
-    """
+    """Return the bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None for other texts."""
     value: int | float
     if match := _INTEGER.fullmatch(text):
         sign, *digits = match.groups()

@@ -219,10 +219,7 @@ def pointers_of(
     *,
     base: int = -1,
 ) -> Any:
-    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``.
-
-    ``base``: the slot of the register that the addresses are computed from; they get its origin.
-    """
+    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``."""
     handle = unchecked_handle(addresses, _pointer_types[kind.name])
     if (origin := threads.session.origins.get(base)) is not None:
         handle.dtype = with_origin(handle.dtype, origin)

@@ -42,10 +42,7 @@ _ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable. ``nbytes`` is None if the text leaves the size open; ``initial`` has its values as texts.
-
-    ``extern``: another text defines it.
-    """
+    """A variable. ``nbytes``: None if the text leaves it open. ``extern``: another text defines it."""
 
     name: str
     space: str

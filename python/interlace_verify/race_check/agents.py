@@ -295,10 +295,7 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
 
 
 class Seen(NamedTuple):
-    """A word at ``address``, written at one site and read at another.
-
-    ``time``: the times of the writer's components at the write; ``known``: the writer's clock then.
-    """
+    """A word, written at one site at ``time`` and read at another. ``known``: the writer's clock then."""
 
     address: int
     size: int

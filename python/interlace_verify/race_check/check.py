@@ -219,10 +219,7 @@ def _is_written(line: SourceText) -> bool:
 def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
-    """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel".
-
-    ``observed`` runs the schedule of ``detector`` with other detectors.
-    """
+    """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel"."""
     weak = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
     accesses = [*weak.values()][:MOST_ATOMICS]
     others = [

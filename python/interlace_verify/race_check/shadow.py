@@ -230,10 +230,7 @@ class ShadowSegment:
         extra: int = 0,
         known: KnownTimes | None = None,
     ) -> None:
-        """Note loads or atomics of one component, or of several threads, which have one mark in a cell.
-
-        ``extra``: further bits of the mark. ``known``: the times that the access comes after.
-        """
+        """Note loads or atomics of one component, or of several threads, which have one mark in a cell."""
         several = known is not None and known.own is not None
         key = known.agent.first if known is not None and several else components
         if key not in marks:

@@ -309,10 +309,7 @@ def schedules(
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of one run: its exception or a digest of its results. ``wrong`` names the failure, if any.
-
-    ``refusal`` names what the simulator cannot run. It is not a failure.
-    """
+    """The exception of a run or a digest of its results. ``wrong``: the failure, if any."""
 
     wrong: str | None
     refusal: str | None

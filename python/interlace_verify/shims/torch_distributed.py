@@ -47,10 +47,7 @@ class MemoryOfTorch(SymmetricMemory):
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
-        """Allocate symmetric memory of this rank, for the whole run: to free it would wait for the device.
-
-        ``alloc_id``, which would return the same memory again, is ignored.
-        """
+        """Allocate symmetric memory for the whole run: to free it would wait for the device."""
         functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         whole = functions.empty(max(elements, 0), dtype=dtype)
@@ -138,10 +135,7 @@ class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
 
 
 class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
-    """A process group of torch over simulated ranks, in place of ``dist.ProcessGroup``.
-
-    Like that class it can be constructed from a rank and a size, and derived from.
-    """
+    """A process group of torch over simulated ranks; constructed as ``dist.ProcessGroup`` is."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super(InterlaceProcessGroup, self).__init__(*args, **kwargs)

@@ -42,7 +42,6 @@ class CheckCase(ABC):
     """A case. ``kernels``: the kernels of the catalogue that it runs. ``overrides``: configuration values.
 
     ``branch``: what the kernels do only on request, with tiles or instructions for it.
-
     ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
     not by words that the driver writes.
     """
@@ -550,10 +549,7 @@ def every_kernel() -> list[str]:
 
 
 def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
-    """Return a case for each kernel on each number of ranks first, then the others in their order.
-
-    A branch of a kernel counts as a kernel: products of fp8 operands, for instance, are other instructions.
-    """
+    """Return a case for each kernel, or branch of one, on each number of ranks first, then the others."""
     seen: set[tuple[int, str, str]] = set()
     first: list[CheckCase] = []
     rest: list[CheckCase] = []

@@ -194,10 +194,7 @@ def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
 
 
 class simt_exec_region:
-    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads.
-
-    Code in it is the code of a single thread, as all scalar code is here.
-    """
+    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads."""
 
     __triton_builtin__ = True
 
