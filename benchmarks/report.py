@@ -262,13 +262,13 @@ def rows_in_flight(document: Document) -> str:
 
 
 KINDS: dict[str, Callable[[Document], str]] = {
-    "backend": backend,  # of cpu/torch_backend.py, as "dispatch"
+    "backend": backend,  # cpu/torch_backend.py; so is "dispatch"
     "dispatch": dispatch,
     "fused": fused,
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
-    "packed": packed,  # of loop_counts.py --packed
+    "packed": packed,  # loop_counts.py --packed
     "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,
