@@ -109,12 +109,12 @@ def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return graph.replay
 
 
-def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
+def inputs_past_cache(nbytes: int, device: torch.device) -> int:
     """How many sets of inputs of ``nbytes`` do not fit in the L2 cache together, twice over."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(most, -(-2 * cache // nbytes)))
+    return max(1, min(8, -(-2 * cache // nbytes)))
 
 
 def dtype_here() -> torch.dtype:

@@ -84,8 +84,8 @@ def best_chunk(
     )
 
 
-def recommended(machine: ModelMachine, world_size: int = 8) -> list[Recommendation]:
-    return [best_chunk(machine, m, n, k, world_size) for n, k in SHAPES for m in ROWS]
+def recommended(machine: ModelMachine) -> list[Recommendation]:
+    return [best_chunk(machine, m, n, k) for n, k in SHAPES for m in ROWS]
 
 
 def order_times(machine: ModelMachine, shape: Shape) -> dict[str, float]:

@@ -343,10 +343,10 @@ class Cluster:
             self._flags[name] = Signal()
         return self._flags[name]
 
-    def publish(self, source: int, receiver: int, key: Hashable, *, after: float = 0.0) -> None:
-        """Set the flag when the peer sees it, ``after`` more microseconds."""
-        machine, simulation = self.machine, self.simulation
-        delay = after + (machine.signal_us if source != receiver else 0.0)
+    def publish(self, source: int, receiver: int, key: Hashable) -> None:
+        """Set the flag when the peer sees it."""
+        simulation = self.simulation
+        delay = self.machine.signal_us if source != receiver else 0.0
         flag = self.flag(source, receiver, key)
         simulation.at(simulation.now + delay, lambda: simulation.set(flag))
 

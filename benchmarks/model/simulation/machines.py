@@ -130,7 +130,6 @@ def _machine(
     title: str,
     base: ModelMachine | None = None,
     *,
-    gpus_per_node: int = 8,
     virtual_ranks: bool = False,
     **changed: Value,
 ) -> ModelMachine:
@@ -144,7 +143,7 @@ def _machine(
     return ModelMachine(
         name=name,
         title=title,
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=8,
         virtual_ranks=virtual_ranks,
         sources={key: source for key, (_, source) in values.items()},
         **{key: value for key, (value, _) in values.items()},

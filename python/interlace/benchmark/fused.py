@@ -3,7 +3,7 @@
 For matmuls M, N, K are the sizes of the product on every rank. M is the number of all rows, gathered or not
 yet scattered, N of the columns of this rank's weight, K of the numbers that this rank contracts. Weights
 have the layout of ``nn.Linear``. For the projections around an attention over heads, M is the number of
-rows of one rank, all ranks have the weight, and rank r has the r-th part of the N columns of all rows, or
+rows of one rank, and all ranks have the weight. Rank r has the r-th part of the N columns of all rows, or
 of K. With a block-scaled format (``--format``) both operands are quantised before, and the dtype is the
 result's. Baselines move values and scales together.
 

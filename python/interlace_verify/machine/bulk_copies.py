@@ -347,14 +347,10 @@ def _box(
     return box
 
 
-def _thread_numbers(threads: Threads) -> list[int]:
-    return [int(each) for each in threads.active(threads.numbers)]
-
-
 def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
     def run(threads: Threads) -> None:
         mask = threads.mask
-        for thread in _thread_numbers(threads):
+        for thread in threads.active(threads.numbers).tolist():
             threads.mask = threads.numbers == thread
             action(threads, thread)
             threads.mask = mask
@@ -468,7 +464,7 @@ def _stored(
 
 def _commit(threads: Threads) -> None:
     program: PtxProgram = threads.session
-    for thread in _thread_numbers(threads):
+    for thread in threads.active(threads.numbers).tolist():
         committed = program.bulk_groups.get(thread, 0)
         for store in program.bulk_stores:
             if store.access.thread == thread and store.group < 0:
@@ -485,7 +481,8 @@ def _wait(instruction: Instruction) -> Action:
 
     def wait(threads: Threads) -> None:
         program: PtxProgram = threads.session
-        for thread in _thread_numbers(threads) if program.bulk_stores else ():
+        numbers = threads.active(threads.numbers).tolist()
+        for thread in numbers if program.bulk_stores else ():
             last = program.bulk_groups.get(thread, 0) - left
             due = [
                 store

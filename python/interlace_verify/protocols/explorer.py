@@ -33,7 +33,7 @@ the cells' contents. This is enough: the next steps show which accesses are in p
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from interlace.runtime.core.errors import InterlaceError
 
@@ -98,39 +98,31 @@ class CompareAndSwap:
 
 
 @dataclass(frozen=True)
-class BeginRead:
-    """A read of ``cells`` begins, which should all hold ``content``."""
+class CellStep:
+    """A step on ``cells``. A read begins if they should all hold ``content``."""
 
     cells: tuple[str, ...]
-    content: str
+    content: str = ""
+    text: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"begins to read {', '.join(self.cells)}"
+        return f"{self.text.format(self.content)} {', '.join(self.cells)}"
 
 
-@dataclass(frozen=True)
-class EndRead:
-    cells: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"ends reading {', '.join(self.cells)}"
+class BeginRead(CellStep):
+    text = "begins to read"
 
 
-@dataclass(frozen=True)
-class BeginWrite:
-    cells: tuple[str, ...]
-    content: str
-
-    def __str__(self) -> str:
-        return f"begins to write {self.content} into {', '.join(self.cells)}"
+class EndRead(CellStep):
+    text = "ends reading"
 
 
-@dataclass(frozen=True)
-class EndWrite:
-    cells: tuple[str, ...]
+class BeginWrite(CellStep):
+    text = "begins to write {} into"
 
-    def __str__(self) -> str:
-        return f"ends writing {', '.join(self.cells)}"
+
+class EndWrite(CellStep):
+    text = "ends writing"
 
 
 ProtocolStep = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrite | EndWrite
@@ -277,8 +269,8 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
         cells = frozenset(cells_of(step))
         if isinstance(step, BeginRead | BeginWrite) and cells & (reading | writing):
             raise ValueError(f"{place}: the process already accesses one of these cells")
-        ends = {EndRead: reading, EndWrite: writing}.get(type(step), cells)
-        if not cells <= ends:
+        begun = reading if isinstance(step, EndRead) else writing
+        if isinstance(step, EndRead | EndWrite) and not cells <= begun:
             raise ValueError(f"{place}: the process has not begun this access")
         if isinstance(step, BeginRead | EndRead):
             reading ^= cells
