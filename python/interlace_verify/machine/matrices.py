@@ -20,8 +20,9 @@ pattern. The leading offset separates blocks along a line, the stride blocks bel
 transposed matrices without a swizzle it is the other way round.
 
 Each warp's part is computed when the warp waits for the group. Only then are shared memory, the factor in
-registers and the sums read. A thread that reads the sums earlier sees the old values. The exceptions are
-``mov``, which is repeated after the wait, and sums of floats, which wait first.
+registers and the sums read, so they must stay unchanged until then. A thread that reads the sums earlier
+sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of floats, which
+wait first.
 """
 
 import functools

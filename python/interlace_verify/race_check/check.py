@@ -10,7 +10,8 @@ A schedule with findings is run again, with these observers:
 - Detectors in which the atomics of one line acquire and release find a relaxed atomic between two accesses.
   An example is a relaxed counter whose last program signals by another word.
 
-If a check is clean, detectors that ignore the barriers of one line find superfluous barriers.
+If a check is clean, detectors that ignore the barriers of one line find superfluous barriers. This needs
+programs whose threads are known: the interpreter does not know which threads a barrier is for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from interlace.runtime.places.sim.choice import Rewrite, programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
-from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
 from interlace.runtime.places.sim.scheduler.source_lines import (
     program_lines,
     task_lines,
@@ -303,35 +304,14 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
-    def observe_run(seed: int, observer: Any) -> Exception | None:
-        """Run one schedule and return the exception that ended it, if any."""
-        scheduler = Scheduler(
-            seed,
-            strategy=for_seed(seed),
-            observer=observer,
-            store_buffers=store_buffers,
-            timeout=timeout,
-            quiet=QUIET_SECONDS,
-            programs=made,
-            on_bad_access=observer.on_bad_access,
-        )
-        try:
-            with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
-                run_sim(on_rank, world_size, scheduler=scheduler)
-        except Exception as error:
-            return error
-        finally:
-            if isinstance(observer, Detector):
-                for key, each in observer.found.items():
-                    observer.found[key] = with_names(each, scheduler.memory)
-        return None
+    run = functools.partial(observed_run, on_rank, world_size, made, store_buffers, timeout)
 
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        return observe_run(seed, Several(asked))
+        return run(seed, Several(asked))
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = observe_run(seed, detector)
+        raised = run(seed, detector)
         error = SourceText("")
         if raised is not None:
             told = with_lines(raised)
@@ -407,6 +387,38 @@ def races(
 
 def _form(error: str) -> str:
     return re.sub(r"\d+", "#", error)
+
+
+def observed_run(
+    on_rank: Callable[[Any], Any],
+    world_size: int,
+    made: Programs,
+    store_buffers: bool,
+    timeout: float,
+    seed: int,
+    observer: Any,
+) -> Exception | None:
+    """Run one schedule and return the exception that ended it, if any."""
+    scheduler = Scheduler(
+        seed,
+        strategy=for_seed(seed),
+        observer=observer,
+        store_buffers=store_buffers,
+        timeout=timeout,
+        quiet=QUIET_SECONDS,
+        programs=made,
+        on_bad_access=observer.on_bad_access,
+    )
+    try:
+        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
+            run_sim(on_rank, world_size, scheduler=scheduler)
+    except Exception as error:
+        return error
+    finally:
+        if isinstance(observer, Detector):
+            for key, each in observer.found.items():
+                observer.found[key] = with_names(each, scheduler.memory)
+    return None
 
 
 class Several:

@@ -47,7 +47,7 @@ class MemoryOfTorch(SymmetricMemory):
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
-        """Allocate symmetric memory for the whole run: to free it would wait for the device."""
+        """Allocate for the whole run (to free it would wait for the device); ``alloc_id`` is ignored."""
         functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         whole = functions.empty(max(elements, 0), dtype=dtype)
