@@ -371,15 +371,8 @@ class Trial:
 
 def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Failure:
     """Return the failure ``found`` with ``seed``; if ``search``, look for the fewest context switches."""
-    kind = found.wrong
-    if kind is None:
-        text = "failed once, but not again: something other than the schedule causes it"
-        switches, story = len(found.segments) - 1, found.story
-        return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
-    if found.error is not None and found.endless:  # other runs would not end either
-        text, switches = with_lines(found.error), len(found.segments) - 1
-        return Failure(seed, kind, text, found.segments, switches, found.story, found.story)
-    best = found.segments
+    kind, best = found.wrong, found.segments
+    search = search and kind is not None and not found.endless  # other runs would not end either
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
 
@@ -405,7 +398,10 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
                 part = min(part, max(1, len(best) // 2))
     told = found if best is found.segments else trial.run(seed, best, tell=True)
     text = "the results differ from the first schedule's"
-    if told.error is not None:
+    if kind is None:
+        kind = "not repeatable"
+        text = "failed once, but not again: something other than the schedule causes it"
+    elif told.error is not None:
         text = with_lines(told.error)
     switches = max(0, len(found.segments) - 1)
     return Failure(seed, kind, text, best, switches, told.story, found.story)
