@@ -55,6 +55,7 @@ def circumstances() -> dict[str, object]:
 def in_turn(
     names: Iterable[str], repetitions: int, warm_up: int, measure: Callable[[str], float]
 ) -> dict[str, list[float]]:
+    """Measure the candidates alternately; the first ``warm_up`` rounds do not count."""
     values: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(-warm_up, repetitions):
         for name, counted in values.items():

@@ -31,6 +31,8 @@ CACHE = Path(os.environ.get("TRITON_CACHE_DIR") or "/tmp/interlace-triton")
 
 
 class CacheJob(NamedTuple):
+    """One call to make on rank 0 of ``world_size``; ``kernels`` are those that it should launch."""
+
     title: str
     world_size: int
     kernels: frozenset[str]
@@ -189,6 +191,7 @@ STEPS = checks, matmuls, slow_links, ops, tests, small, others
 
 @contextlib.contextmanager
 def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
+    """Rank 0 of so many, whose GPU does nothing."""
     import host_cost
     import torch
     from gpu_parts import timing
@@ -220,6 +223,7 @@ def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
 
 
 def run(jobs: list[CacheJob], *, dry_run: bool) -> int:
+    """Run them, and return how many have not launched what they should."""
     from interlace.runtime.core.launch import KernelLaunch
 
     launched: set[str] = set()

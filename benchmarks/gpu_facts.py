@@ -73,6 +73,7 @@ class Facts:
         torch.cuda.synchronize()
 
     def launch(self, stream: Any, kernel: Any, grid: int, row: int, first: int, limit: int) -> None:
+        """``row`` of the results, from ``first`` on; the fat kernel has threads and shared memory."""
         results = (each[row, first:].data_ptr() for each in (self.sms, self.begun))
         arguments = *map(self.cupy.uint64, results), self.cupy.int64(limit)
         threads, shared = (1024, SHARED) if kernel is self.fat else (32, 0)
@@ -140,6 +141,7 @@ class Facts:
         return f"{'waits' if took is None else 'passes'}, and is {int(self.word)} in the end (7)"
 
     def at_once(self) -> dict[str, int]:
+        """How many of the kernels had begun before the first one ended."""
         torch.cuda.synchronize()
         for number in range(STREAMS):
             self.wait_by_spinning(number, LIMIT_NS // 4)

@@ -260,6 +260,7 @@ def _block(call: Callable[[], object], finish: Callable[[], None]) -> float:
 
 
 def measured(device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:
+    """Medians in microseconds, and what a call asks of the driver."""
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls = candidates(device)
     asked: dict[str, Counter[str]] = {}

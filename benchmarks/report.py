@@ -50,6 +50,7 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 def _pivot(
     head: list[str], cells: Mapping[tuple[Any, ...], Mapping[Any, str]], columns: Any
 ) -> str:
+    """A line per key of ``cells``, with a column for each of ``columns``, by its title."""
     rows = (
         [*map(str, key), *(line.get(each, "") for each in columns)] for key, line in cells.items()
     )

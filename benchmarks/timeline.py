@@ -71,6 +71,7 @@ def on_rank(repetitions: int, meeting: str) -> list[Call]:
 
 
 def fastest(ranks: list[list[Call]], way: str) -> dict[str, Any]:
+    """Return the call with the least time from the first rank's begin to the last rank's end."""
     calls = zip(*([call for call in rank if call[0] == way] for rank in ranks), strict=True)
 
     def begin(call: tuple[Call, ...]) -> float:

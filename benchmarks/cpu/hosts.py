@@ -69,6 +69,7 @@ def measurements(world_size: int, repetitions: int) -> list[Measurement]:
 def in_namespaces(
     rate: str, world_size: int, repetitions: int, sizes: tuple[int, ...], *only: str
 ) -> list[Measurement]:
+    """Those over a cable of this rate, of these sizes, and of the ops named ``only``, or of all."""
     folders = [str(TESTS), str(TESTS.parent / "benchmarks"), *sys.path]
     with tempfile.TemporaryDirectory() as folder:
         arguments = [folder, rate, str(world_size), str(repetitions), ",".join(map(str, sizes))]

@@ -76,6 +76,7 @@ class LoneRank:
         self.shard = torch.empty(shard, self.k, dtype=self.dtype, device=self.device)
 
     def preset(self) -> None:
+        """Raise all flags, for every epoch to come."""
         self.buffer.view(0, self.slot_offset, (self.slots,), torch.int64).fill_(PRESET)
 
     def consumer(

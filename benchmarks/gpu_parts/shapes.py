@@ -48,6 +48,7 @@ PEAK = 8e14  # operations per second, to guess how many calls make a measurable 
 
 
 def every_size() -> list[tuple[str, int, int, int]]:
+    """Name, M, N and K of what :func:`matmul` measures."""
     return [(name, m, n, k) for name, (n, k) in LAYERS.items() for m in ROWS]
 
 
@@ -155,6 +156,7 @@ def small(dry_run: bool, repetitions: int) -> Iterator[Record]:
 
 
 def every_small_size() -> list[tuple[int, int, int, int]]:
+    """Ranks, M, N and K of what :func:`small` measures."""
     return [(ranks, m, 7168, 8192) for ranks in (2, 4, 8) for m in SMALL_ROWS if m % ranks == 0]
 
 

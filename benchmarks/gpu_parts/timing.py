@@ -128,6 +128,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def record(times: dict[str, Time], correct: bool, **derived: float) -> Record:
+    """Return the results of a case. A wrong result has no times."""
     shown = {name: asdict(value) for name, value in times.items()} if correct else {}
     return {"correct": correct, "microseconds": shown, "derived": derived if correct else {}}
 

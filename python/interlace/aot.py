@@ -258,6 +258,7 @@ class Kernel:
     # -- arguments -----------------------------------------------------------------------------
 
     def _numbers(self, arguments: Mapping[str, object] | Sequence[object]) -> dict[str, Any]:
+        """Return the arguments by name, as numbers; pointers become addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
                 raise TypeError(
@@ -420,6 +421,7 @@ def _extents(grid: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def _verify_file(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
+    """Return the path of a file of the bundle, after a check that the file is as it was built."""
     name = file["file"]
     if pathlib.PurePath(name).name != name:
         raise BundleError(f"the manifest names a file outside the bundle: {name}")

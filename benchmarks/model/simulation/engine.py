@@ -67,9 +67,11 @@ class Simulation:
         heapq.heappush(self._later, (time, self._order, action))
 
     def soon(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the present time, after what is ready already."""
         self._ready.append(action)
 
     def spawn(self, process: Process, name: str = "process") -> Signal:
+        """Start a process; the signal is set when it ends."""
         done = Signal()
         self._names[process] = name
         self._ready.append(lambda: self._advance(process, done))
@@ -318,6 +320,7 @@ class Cluster:
         return Gpu(cores, *wires)
 
     def gpu(self, rank: int) -> Gpu:
+        """Return the GPU of ``rank``, or of the rank that stands for it."""
         return self.gpus[rank if self.everyone else 0]
 
     def program_limit(self) -> int:
@@ -331,6 +334,7 @@ class Cluster:
         return min(limit, reserved + configuration.programs) if configuration.programs else limit
 
     def distance(self, source: int, receiver: int) -> Distance:
+        """How far ``source`` is behind ``receiver``."""
         return (
             (receiver // self.per_node - source // self.per_node) % self.nodes,
             (receiver % self.per_node - source % self.per_node) % self.per_node,

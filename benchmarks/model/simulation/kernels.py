@@ -81,6 +81,7 @@ def cached_bytes(machine: ModelMachine) -> float:
 
 
 def compute_us(machine: ModelMachine, tiling: Tiling, k: int) -> float:
+    """One tile, of an SM at full clock that waits for no memory."""
     flops = 2.0 * tiling.block_m * tiling.block_n * k / tiling.rate
     return flops / (machine.clock_tflops * 1e6 / machine.sms)
 
@@ -94,6 +95,7 @@ def sharing_us(machine: ModelMachine, tiling: Tiling, n: int, k: int) -> float:
 
 
 def rate_of(machine: ModelMachine, working: int) -> float:
+    """At which ``working`` SMs advance together."""
     return min(1.0, machine.budget / max(1, working))
 
 
@@ -125,6 +127,7 @@ def library_tiling(machine: ModelMachine, rows: int, n: int, k: int) -> Tiling:
 
 
 def library_us(machine: ModelMachine, rows: int, n: int, k: int) -> float:
+    """``torch.mm`` by itself, without its launch."""
     if not rows or not n:
         return 0.0
     return _fastest(library_tilings(machine), machine, rows, n, k)[0]
@@ -158,6 +161,7 @@ class Shape:
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes of the whole matrix that is gathered, scattered or reduced."""
         return self.m * (self.k if self.op == "all_gather_matmul" else self.n) * BYTES
 
     def __str__(self) -> str:
@@ -185,6 +189,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Span:
+    """A program of a rank was busy with something of ``peer``."""
+
     begin: float
     end: float
     rank: int

@@ -56,6 +56,8 @@ TRITON_DISTRIBUTED_SCATTER = Variant(group_m=8, barriers=0, nvshmem_barriers=2)
 
 @dataclass(frozen=True)
 class HostOps:
+    """The host's work: driver calls per rank, and torch operators per peer and besides."""
+
     operators: int
     driver_per_rank: int = 0
     operators_per_peer: int = 0

@@ -184,6 +184,7 @@ class AttentionRows(_HeadTensors):
         return list(gathered.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
     def _attend(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Attend from this rank's queries to all keys in gathered order."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
         mask, shares = self._mask, self.key_heads != self.n
         result = F.scaled_dot_product_attention(
@@ -192,6 +193,7 @@ class AttentionRows(_HeadTensors):
         return result.transpose(1, 2)
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
+        """Return a reference for queries at these places of the whole, and all keys in their order."""
         heads = [each.transpose(1, 2) for each in tensors]
         mask = places[:, None] >= torch.arange(self.m, device=self.device)
         mask = mask if self.causal else torch.ones_like(mask)

@@ -129,6 +129,7 @@ def symmetric_collective(op: Plain) -> BenchCandidate:
 
 
 def symmetric_product(op: str) -> Callable[..., Any]:
+    """Return torch's own fused op, over symmetric memory. Raise ValueError if torch has none."""
     ops, group = torch.ops.symm_mem, group_name()
     if op == "all_gather_matmul":
         fused = ops.fused_all_gather_matmul
@@ -189,6 +190,7 @@ class LoneCollectives(TorchCollectives):
         return output
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum the own part here, and copy the other sums."""
         parts, sums = self._brought("all_reduce", tensor)
         output = torch.empty_like(tensor).copy_(sums)
         self._sum(parts, tensor, output.view(parts.shape)[self._rank])
@@ -220,6 +222,7 @@ class Alone:
         return type(op)(place, op.dtype, *self._sizes, **self._settings)
 
     def alone_inputs(self, call: int) -> Tensors:
+        """Return the op's inputs, and the data that its collectives receive."""
         ranks = [self._of(rank) for rank in range(self._op.world_size)]
         arrived: list[list[Any]] = [[] for _ in ranks]
 

@@ -118,6 +118,7 @@ class ByRows(MeasuredOp):
     def expected(self, rows: torch.Tensor, call: int) -> Expected: ...
 
     def compared(self, call: int) -> torch.Tensor:
+        """Return the rows of a result that are compared in ``call``."""
         count = self.result_rows[1]
         step = 1 if count <= ALL_ROWS else ROW_STEP
         return torch.arange(call % step, count, step, device=self.device)
@@ -132,6 +133,7 @@ class ByRows(MeasuredOp):
         return reference.worst_ratio(result[rows], value, looser if rounds_often else bound)
 
     def matrix(self, operand: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
+        """Return the payload of ``rank``; ``operand`` is the number of the input in a call."""
         number = 2 * call + operand
         flat = protocol.vector(0, rows * columns, rank, number, self.dtype, self.device)
         return flat.view(rows, columns)
@@ -172,6 +174,7 @@ class Fused(ByRows):
         return (m + n) * row + m * n * dtype.itemsize
 
     def operand(self, numbers: torch.Tensor) -> Any:
+        """Return ``[..., rows, k]`` as an operand."""
         if self.format is None:
             return numbers
         return unpacked_rows(self.format.packed_rows(numbers), self.format, self.k)
@@ -222,6 +225,7 @@ class Fused(ByRows):
         return self.exact(self.raw_rows_of(rank, rows, call))
 
     def rows_by_owner(self, rows: torch.Tensor, each: int, call: int) -> list[torch.Tensor]:
+        """Return these rows of all ranks' inputs, stacked; each rank has ``each``."""
         owners, index = rows // each, rows % each
         ranks = range(self.world_size)
         return [self.rows_of(rank, index[owners == rank], call) for rank in ranks]

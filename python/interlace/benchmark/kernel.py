@@ -63,6 +63,7 @@ class Kernel:
 def arguments_for(
     function: Callable[..., Any], target: str, values: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the values among ``values`` that the function takes; raise if it needs another."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -56,6 +56,7 @@ class MeasuredOp(ABC):
 
     @property
     def message_bytes(self) -> int:
+        """Return the bytes that a rank sends to each other rank, at once."""
         return self.nbytes
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -72,7 +73,8 @@ class MeasuredOp(ABC):
     def ours(self, algorithm: str) -> Callable[..., Any]: ...
 
     @abstractmethod
-    def theirs(self, *tensors: Any) -> Any: ...
+    def theirs(self, *tensors: Any) -> Any:
+        """Run torch's operators, and collectives of torch.distributed's default group."""
 
     @abstractmethod
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
@@ -111,6 +113,7 @@ class Plain(MeasuredOp):
         return sum(sizes)
 
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return the input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
         return protocol.vector(first, count, rank, call, self.dtype, self.device)
 
@@ -137,7 +140,8 @@ class Plain(MeasuredOp):
     def alone_inputs(self, call: int) -> Tensors: ...
 
     @abstractmethod
-    def alone(self, output: Any, source: Any) -> Any: ...
+    def alone(self, output: Any, source: Any) -> Any:
+        """Run on one rank, from its own memory."""
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:

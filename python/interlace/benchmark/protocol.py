@@ -173,6 +173,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def last_level(folder: Path) -> int:
+    """Return the bytes of the largest cache level that Linux lists in ``folder``; 0 if it lists none."""
     found = (0, 0)
     for index in folder.glob("index*"):
         try:
@@ -221,6 +222,7 @@ def vector(
 def some_rows(
     rows: torch.Tensor, columns: int, rank: int, call: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Return these rows of a matrix that has the elements of a vector, row by row."""
     index = rows[:, None] * columns + torch.arange(columns, device=rows.device)
     return values(index, rank, call, dtype)
 
@@ -231,6 +233,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def error_of_copy(result: torch.Tensor, first: int, rank: int, call: int) -> float:
+    """Return 0 if ``result`` is the payload of ``rank`` from element ``first`` on, otherwise inf."""
     flat = result.reshape(-1)
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]

@@ -291,11 +291,13 @@ class SizeResult:
 
     @property
     def heading(self) -> str:
+        """The parts of :attr:`label`, as a column's heading: "size", "m x n x k"."""
         names = [] if self.sizes is None else [name for name in self.sizes.shape if name != "bytes"]
         return " x ".join(names) or "size"
 
     @property
     def label(self) -> str:
+        """The shape, for tables: "64 KiB", "1024 x 512 x 512"."""
         if self.sizes is None:
             return "-"
         shape = dict(self.sizes.shape)

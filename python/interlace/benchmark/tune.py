@@ -250,6 +250,7 @@ class _Search:
         self._calls = 1
 
     def _left(self) -> float:
+        """Return the seconds left of the budget, on the slowest rank. Collective."""
         return self._request.seconds - protocol.slowest(time.perf_counter() - self._start)
 
     def _function(self, candidate: TuneCandidate) -> Callable[..., Any]:
@@ -361,6 +362,7 @@ class Tuned:
 
     @property
     def by_algorithm(self) -> dict[str, Timed]:
+        """The fastest right one of each algorithm, by its last blocks."""
         found: dict[str, Timed] = {}
         ran = [each for each in self.timed if each.microseconds and each.right]
         for each in sorted(ran, key=lambda each: each.median):

@@ -89,6 +89,7 @@ def _generation(tag: str) -> int:
 
 
 def make_group(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
+    """Make a new group of these ranks; only they call."""
     if whole.rank not in ranks:
         raise ValueError(f"group: rank {whole.rank} is not a member of {list(ranks)}")
     place = whole.place.subgroup(ranks, generation)
@@ -141,6 +142,7 @@ def name(whole: Communicator, group_name: str, communicator: Communicator) -> No
 
 
 def group_named(whole: Communicator, group_name: str) -> Communicator | None:
+    """Return the group of that name, if interlace made it."""
     if group_name == DEFAULT_NAME:
         return whole
     return _names.get(whole, {}).get(group_name)
@@ -236,6 +238,7 @@ def joined_group() -> Communicator | None:
 
 
 def simulated_ranks() -> int:
+    """Return the number of ranks that torch's ``LocalTensorMode`` simulates in this process, or 0."""
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
     return 0 if mode is None else len(mode.ranks)

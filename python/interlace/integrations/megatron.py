@@ -122,6 +122,7 @@ def _is_patched(layer: object) -> bool:
 
 
 def _why_not(layer: torch.nn.Module, megatron: Any, column: bool) -> str:
+    """Return why ``layer`` cannot run on interlace, or "" if it can. Join its group."""
     base = megatron.ColumnParallelLinear if column else megatron.RowParallelLinear
     method = "_forward_impl" if column else "forward"
     if _is_patched(layer):
@@ -315,6 +316,7 @@ def drain_embedding_wgrad_compute(
 
 
 def _communicator(tp_group: object, input: Tensor) -> Communicator | None:
+    """Return the group, or None if it has one rank."""
     if tp_group is None:
         state = sys.modules.get(PARALLEL_STATE)
         if state is not None and state.model_parallel_is_initialized():

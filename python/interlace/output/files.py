@@ -41,6 +41,7 @@ def refuse_unreadable(option: str, path: str) -> None:
 
 
 def refuse_no_folder(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless ``path`` is a writable folder, or can become one."""
     refuse_empty(option, path)
     where, target = f"{option} {path}", pathlib.Path(path).absolute()
     existing = next(each for each in (target, *target.parents) if each.exists())
@@ -85,6 +86,7 @@ def file_to_write(path: str | None, usual: pathlib.Path | None, variable: str) -
 def tell_written(
     console: object, file: pathlib.Path, usual: pathlib.Path | None, variable: str
 ) -> None:
+    """Print the name of the file and, if it is not the usual one, the variable that selects it."""
     write(console, f"written: {file}")
     if usual != file:
         write(console, f"to use it: {variable}={file}")

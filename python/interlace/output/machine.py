@@ -157,6 +157,7 @@ def _this_host() -> str:
 
 
 def _launcher_in_words() -> str | None:
+    """Describe the ranks that a launcher has put on this host; return None if this is not a rank."""
     found = variables(os.environ)
     here = f"{found['LOCAL_WORLD_SIZE']} " if "LOCAL_WORLD_SIZE" in found else ""
     if not found:

@@ -65,6 +65,7 @@ def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions])
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    """Return ``kind`` with the parsed values; lists become tuples."""
     names = [each.name for each in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
@@ -99,10 +100,12 @@ def _numbers(text: str, example: str) -> list[int]:
 
 
 def world_sizes(text: str) -> list[int]:
+    """Return a list such as "2,3,4,8", for ``type=``."""
     return [world_size(str(size)) for size in _numbers(text, "2,3,4,8")]
 
 
 def arches(text: str) -> list[int]:
+    """Return a list such as "80,90,100", for ``type=``."""
     found = _numbers(text.replace("sm_", ""), "80,90,100")
     unknown = [arch for arch in found if arch not in BUILDABLE]
     if unknown:

@@ -55,6 +55,7 @@ class Panel:
 def write_page(
     path: str, title: str, verdict: str, facts: str, panels: Sequence[Panel], *, bad: bool
 ) -> None:
+    """Write the page to ``path``; it includes the source files that panels name."""
     sources = Sources()
     content = {
         "title": title,
@@ -72,6 +73,7 @@ def write_page(
 
 
 def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
+    """Return ``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in (each for each in panel.views if each.events):
         events = [[*each[:5], sources.of(each.lines), *each[6:]] for each in view.events]

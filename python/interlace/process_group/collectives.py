@@ -61,11 +61,13 @@ class HostCopies:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of ``tensors``, which are complete; wait for the device."""
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         self._pairs += zip(tensors, copies, strict=True)
         return copies
 
     def back(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Copy ``outputs`` back to their originals, whether ``outputs`` are the copies or the originals."""
         filled = {output.data_ptr() for output in outputs}
         for original, copy in self._pairs:
             if original.data_ptr() in filled or copy.data_ptr() in filled:
@@ -212,6 +214,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     def _run_elsewhere(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
     ) -> Work:
+        """Run an op on GPUs, or on copies of its tensors until it has finished."""
         copies, self._copies = self._copies, None
         assert copies is not None
         if copies is ON_GPU:

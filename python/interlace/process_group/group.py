@@ -169,9 +169,11 @@ class InterlaceProcessGroup(Collectives):
     def _set_sequence_number_for_group(self) -> None: ...
 
     def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives that this rank has started."""
         return self._sequence
 
     def _make_dispatchable(self) -> None:
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops need. Collective."""
         if self._gloo is None:
             kind = self._backend_kind
             # gloo reads values that an earlier group has left under the same name in the same store

@@ -327,6 +327,7 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
 
 
 def kernels(op: str) -> tuple[str, ...]:
+    """Return names of the kernels of an op itself, in the order of their launches."""
     return tuple(name for name in bundle_formulas.OPS[op] if name.endswith("_kernel"))
 
 
@@ -357,6 +358,7 @@ class BundleTarget:
     out: pathlib.Path
 
     def entries(self) -> list[Entry]:
+        """Return everything to compile. Raises ValueError naming the op, or an option."""
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
         OPS[self.op].checked(self.op, self.options)

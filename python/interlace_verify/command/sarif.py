@@ -81,6 +81,7 @@ def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
 
 
 def _cause(finding: dict[str, Any]) -> tuple[str, str]:
+    """Return a key that is equal for the same failure in several checks and for findings of equal text."""
     of_a_run = finding["ruleId"].startswith("schedules/")
     return finding["ruleId"], repr(finding["locations"] if of_a_run else finding["message"])
 

@@ -319,6 +319,7 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
 
 
 def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
+    """Return the targets of the arrows of an endless wait: the last events of the tasks it waits for."""
     ranks = [] if wait.source is None else [wait.source]
     if kernel := re.match(r"the end of kernel (\w+)", wait.waiting_for):
         lanes = [

@@ -153,6 +153,7 @@ def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruct
 def _check(
     given: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
 ) -> None:
+    """Raise an error for a map that TMA refuses or handles wrongly."""
     row = int(given["box_dim"][0]) * size
     base, strides = int(given["global_address"]), given["global_stride"][: rank - 1].tolist()
     wrong = {
@@ -267,6 +268,7 @@ class BulkStore:
     written: bool = False
 
     def advance(self, program: PtxProgram, *, written: bool) -> None:
+        """Read the data, if it was not read yet, and store it if ``written``."""
         if self.bits is None:
             self.bits = program.view(self.box.kind)[self.box.places].copy()
         if written and not self.written:

@@ -40,6 +40,7 @@ class ThreadMemory:
         self.starts = self.base + np.arange(count, dtype=np.uint64) * np.uint64(stride)
 
     def has(self, addresses: Array) -> Array:
+        """Return which generic addresses are in this memory, of any thread."""
         return addresses - self.base < np.uint64(len(self.bytes))
 
     def places(

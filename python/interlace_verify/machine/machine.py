@@ -220,6 +220,7 @@ class PtxMachine:
     # -- groups ------------------------------------------------------------------------------------
 
     def _next(self) -> _ThreadGroup:
+        """Return the next group to run. Groups that have met are merged first."""
         if len(self._groups) > 1:
             self._merge()
         if len(self._groups) == 1 and not self._groups[0].waits:
@@ -243,6 +244,7 @@ class PtxMachine:
         return min(own, key=lambda group: (group.rounds, order[group.at]))
 
     def _perhaps_part(self) -> None:
+        """At random, split a program that is one group into one group for each warp."""
         if len(self._groups) > 1 or self._random.random() >= APART:
             return
         (whole,) = self._groups
@@ -363,6 +365,7 @@ class PtxMachine:
         group.at += 1
 
     def _fan_out(self, group: _ThreadGroup, step: Instruction, taken: Any) -> None:
+        """Send each thread to the target of its index. Threads that do not branch go on."""
         chosen = np.broadcast_to(self.program.branch, taken.shape)
         for index in np.unique(chosen[taken]).tolist():
             if index >= len(step.targets):
@@ -379,6 +382,7 @@ class PtxMachine:
             self._groups.remove(group)
 
     def _go_past(self, event: int, group: _ThreadGroup, taken: Any) -> bool:
+        """Return whether ``group`` goes on after an instruction that orders or waits."""
         if event in (BLOCK_BARRIER, ARRIVAL):
             barriers = [each for come in self.program.barriers for each in self._one_by_one(*come)]
         if event == BLOCK_BARRIER:

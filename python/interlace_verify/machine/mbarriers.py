@@ -42,6 +42,7 @@ class MBarrier:
     copies: list[Callable[[], None]] = field(default_factory=list)
 
     def arrived(self, program: PtxProgram, count: int = 0) -> None:
+        """Note ``count`` arrivals of threads, or the arrival of bytes; complete the phase if it is done."""
         program.changes += 1
         self.pending -= count
         if self.pending < 0:

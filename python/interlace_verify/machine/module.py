@@ -227,6 +227,7 @@ def _is_of_warps(step: Instruction) -> bool:
 
 
 def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
+    """Return source lines by line, from ``.file`` and ``.loc``, with the callers of inlined functions."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE))
     by_name = {os.path.basename(path): path for path in files.values()}
     found: dict[int, tuple[SourcePlace, ...]] = {}
@@ -373,6 +374,7 @@ def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -
 def origins(
     by_slot: Mapping[int, frozenset[str]], of: Mapping[str, object], numbers: Mapping[str, int]
 ) -> dict[int, object]:
+    """Return the origin of each slot: the only tensor among its parameters, if indices move it."""
     found = {}
     for slot, names in by_slot.items():
         tensors = [name for name in names if name in of]

@@ -79,6 +79,7 @@ class AsyncGroups:
         self._committed[those] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
+        """Do all but the last ``left`` groups of these threads."""
         those, last = threads.everyone(), self._committed - left
         self._perform(threads, [(w, those & (w.group >= 0) & (w.group < last)) for w in self._work])
 
@@ -91,6 +92,7 @@ class AsyncGroups:
         return list(self._work)
 
     def finish(self, threads: Threads, works: list[AsyncWork], those: Array) -> None:
+        """Do the part of ``works`` that ``those`` threads have started and that is not done."""
         self._perform(threads, [(work, those) for work in works])
 
     def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
@@ -238,6 +240,7 @@ def put_shared(
 
 @builds("ld", "st", "atom", "red")
 def build_access(instruction: Instruction) -> Action:
+    """Build an access of global or shared memory; a generic address may be in either."""
     plain = instruction.mnemonic in ("ld", "st")
     if plain and instruction.choose("param", "param::entry", "param::func"):
         return build_parameter(instruction)

@@ -22,6 +22,7 @@ EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
 
 def of_warps(threads: Threads, values: Array) -> Array:
+    """Return a register, or a scalar for all threads, as (warps, 32)."""
     return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
 
 

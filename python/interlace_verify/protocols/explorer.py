@@ -436,6 +436,7 @@ class ProtocolMachine:
         return ""
 
     def _last_read(self, state: bytearray, process: int, code: _Code) -> bool:
+        """Return whether this ends a read of cells that no other process will write any more."""
         if code.kind is not EndRead or not self._reduced:
             return False
         for other, ahead in enumerate(self._still_written):
@@ -463,6 +464,7 @@ class ProtocolMachine:
         return "; ".join(lines)
 
     def wrong_end(self, state: bytes) -> str:
+        """Return the error that ``at_end`` finds after all have finished, or ""."""
         if self.protocol.at_end is None:
             return ""
         values: dict[str, int | str] = {word: state[self._at[word]] for word in self._words}

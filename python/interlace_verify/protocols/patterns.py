@@ -41,6 +41,7 @@ from interlace_verify.protocols.explorer import (
 
 
 def slot(owner: int, source: int, where: str = "") -> str:
+    """Return the signal slot in ``owner``'s memory that ``source`` publishes."""
     return f"slot {source} of rank {owner}{where}"
 
 
@@ -50,6 +51,7 @@ def credit(owner: int, peer: int, where: str = "") -> str:
 
 
 def part(owner: int, source: int, where: str = "") -> str:
+    """Return the region of ``owner``'s workspace that ``source`` pushes into."""
     return f"part {source} of rank {owner}{where}"
 
 

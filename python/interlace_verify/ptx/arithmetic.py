@@ -52,6 +52,7 @@ def _or_ones(function: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
 
 @_or_ones
 def quotient(x: Array, y: Array) -> Array:
+    """Divide and truncate, as C does."""
     return (x - np.fmod(x, y)) // y
 
 
@@ -233,6 +234,7 @@ def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., 
 
 
 def halves(bits: Array, kind: ScalarType) -> Array:
+    """Return the lower and the upper half of registers in the first dimension."""
     mask, shift = bits.dtype.type(kind.mask), bits.dtype.type(kind.bits)
     return np.stack([bits & mask, bits >> shift]).astype(kind.raw)
 
@@ -260,6 +262,7 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
 
 
 def _product(part: str, kind: ScalarType, result: ScalarType) -> Callable[[Array, Array], Array]:
+    """Return the multiplication of ``part``: on numbers of ``kind``, or on their bits for "lo"."""
     if part == "lo":
         return operator.mul
     if part == "wide":
@@ -274,6 +277,7 @@ def _product(part: str, kind: ScalarType, result: ScalarType) -> Callable[[Array
 
 @builds("addc", "subc", "madc")
 def build_carrying(instruction: Instruction) -> Action:
+    """Build arithmetic with the thread's carry or borrow, which ``.cc`` sets for the next instruction."""
     name, gives = instruction.mnemonic, instruction.flag("cc")
     takes, part = name.endswith("c"), instruction.choose("lo", "hi")
     kind = instruction.take_type(("u32", "s32", "u64", "s64"))

@@ -23,6 +23,7 @@ _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGc
 
 
 def call_parts(instruction: Instruction) -> tuple[list[str], str, list[str]]:
+    """Return the names of the results, the name of the function, and the arguments."""
     first, *rest = [each.strip() for each in instruction.operands] or [""]
     results = split(first[1:-1]) if first.startswith("(") else []
     name, *rest = (rest or [""]) if first.startswith("(") else (first, *rest)
@@ -144,6 +145,7 @@ _OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail"
 
 @builds("brx")
 def build_indexed_branch(instruction: Instruction) -> Action:
+    """Build a jump of the machine. Threads branch apart if their indices differ."""
     instruction.flag("uni")
     if not instruction.flag("idx") or instruction.symbols is None:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])

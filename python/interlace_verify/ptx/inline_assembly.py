@@ -103,6 +103,7 @@ class AsmOperands:
 
 
 def _lanes(bits: int, pack: int) -> list[range]:
+    """Return the elements in each register: elements of less than 32 bits share one."""
     shared = max(1, 32 // bits)
     return [range(first, min(first + shared, pack)) for first in range(0, pack, shared)]
 

@@ -46,6 +46,8 @@ def error(problem: str, line: int, text: str) -> InlineAssemblyError:
 
 @dataclass(frozen=True)
 class Register:
+    """A register; ``bits`` is 1 for a predicate."""
+
     name: str
     slot: int
     bits: int
@@ -128,6 +130,7 @@ class Instruction:
         return found
 
     def take_type(self, allowed: Iterable[str]) -> ScalarType:
+        """Take the first type among the qualifiers; it must be one of ``allowed``."""
         listed = ", ".join(f".{name}" for name in allowed)
         for name in self.qualifiers:
             if name in TYPES:
@@ -138,6 +141,7 @@ class Instruction:
         raise self.error(f"'{self.mnemonic}' needs a type, one of {listed}")
 
     def finish(self, *counts: int) -> None:
+        """Check that all qualifiers are taken, and that the number of operands is one of ``counts``."""
         if self.qualifiers:
             raise self.error(
                 f"qualifier '.{self.qualifiers[0]}' of '{self.opcode}' is not known to the "
@@ -167,12 +171,14 @@ class Instruction:
         return found
 
     def literal(self, text: str, kind: ScalarType) -> int | None:
+        """Return the bits of a number as ``kind``, or None if ``text`` is not a number."""
         try:
             return number_of(text, kind)
         except ValueError as problem:
             raise self.error(str(problem)) from None
 
     def symbol(self, text: str) -> Symbol | None:
+        """Return the symbol whose address ``name`` or ``name+4`` is."""
         name, _, more = text.partition("+")
         known = self.symbols is not None and (not more or more.isdecimal())
         return (self.symbols or {}).get(name) if known else None
@@ -250,6 +256,7 @@ class Instruction:
         return found
 
     def parts(self, text: str) -> list[str]:
+        """Return the registers of an operand, several in braces or one."""
         return split(text[1:-1]) if text.startswith("{") else [text]
 
     def computes(
@@ -298,6 +305,7 @@ def number_of(text: str, kind: ScalarType) -> int | None:
 
 
 def split(text: str) -> list[str]:
+    """Return operands, which are separated by commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         depth += (character in "[{(") - (character in "]})")

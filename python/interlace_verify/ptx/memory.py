@@ -176,6 +176,7 @@ def take_cache_hints(instruction: Instruction) -> None:
 
 
 def take_space(instruction: Instruction) -> bool:
+    """Return whether the access names shared memory, which only a whole kernel has."""
     if instruction.symbols is not None and instruction.choose(*SPACES):
         return True
     take_global(instruction)
@@ -206,6 +207,7 @@ def all_of(addresses: Array) -> Any:
 
 
 def base_of(instruction: Instruction, text: str) -> int:
+    """Return the slot of the register in an address, or -1."""
     match = _ADDRESS.fullmatch(text)
     found = instruction.registers.get(match[1]) if match else None
     return found.slot if found else -1
@@ -547,6 +549,7 @@ def _change(
 
 
 def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[..., Array]:
+    """Return (old bits, given bits) -> new bits, for one register."""
     if number is not None:
         return lanewise(_OF_FLOATS[name], number)
     if kind.is_float and name in _OF_FLOATS:

@@ -229,6 +229,7 @@ def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
 
 
 def _unpack(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
+    """Return the numbers in a register, lowest first."""
     kind, mask = bits.dtype.type, bits.dtype.type((1 << form.bits) - 1)
     return [form.decode(bits >> kind(i * form.bits) & mask) for i in range(count)]
 

@@ -53,6 +53,7 @@ class Variable:
     extern: bool = False
 
     def filled(self, address: Callable[[str], int | None]) -> bytes:
+        """Return its initial memory. ``address`` returns the address of another variable, or None."""
         parts = [self._filled_with(each, address) for each in self.initial]
         return b"".join(parts).ljust(self.nbytes or 0, b"\0")
 
@@ -130,6 +131,7 @@ class ModuleText:
     variables: Mapping[str, Variable]
 
     def kernel(self, name: str | None) -> PtxFunction:
+        """Return the kernel ``name``, or the only one for None. An error lists the kernels."""
         if name is None and len(self.kernels) == 1:
             return next(iter(self.kernels.values()))
         if name in self.kernels:
@@ -156,6 +158,7 @@ class ModuleText:
         return {name: each for name, each in self.variables.items() if name in names}
 
     def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
+        """Return the functions whose address ``functions`` or a variable takes."""
         taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
         words = frozenset().union(*(each.words for each in functions))
         return (taken | self._in_values(words)) & self.functions.keys()
@@ -300,6 +303,7 @@ class Parser:
         return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
+        """Yield instructions after their declarations. Branches get their targets at the end."""
         asm = re.sub(r"\$\{(\d+)\}", r"$\1", _strip_comments(asm).replace("${:uid}", "0"))
         yield from self._body(asm, line)
 

@@ -80,6 +80,7 @@ class Threads:
         self.registers[slot] = bits
 
     def set_active(self, slot: int, bits: Numbers) -> None:
+        """Put ``bits``, which are only for the running threads, into a register."""
         if self.mask is None:
             self.registers[slot] = bits
         else:

@@ -36,6 +36,7 @@ _PATTERNS = [(target, re.compile(each, re.VERBOSE)) for target, each in _SINCE.i
 
 
 def target_of(ptx: str) -> str:
+    """Return the target of a module, such as "sm_90a", or "" if the text does not say."""
     found = _TARGET.search(ptx)
     return found[1] if found else ""
 

@@ -188,6 +188,7 @@ def build_sleep(instruction: Instruction) -> Action:
 
 @builds("ret", "exit")
 def build_end(instruction: Instruction) -> Action:
+    """Build an end of threads, which the machine handles."""
     instruction.finish(0)
     return _nothing
 

@@ -92,9 +92,11 @@ class Agent:
         return (component >= self.first) & (component < self.first + self.components)
 
     def acting(self, threads: Lanes) -> list[int]:
+        """Return the threads that fence or release if ``threads`` do; None: they are not known."""
         return [ONE] if threads is None else threads.tolist()
 
     def _whose(self, thread: int) -> int:
+        """Return the thread that has the fences and the waits of ``thread``."""
         return thread if self.threads else ONE
 
     def begin(self, known: Numbers) -> None:
@@ -194,6 +196,7 @@ class Agent:
         return self.over
 
     def _known_to(self, threads: Iterable[int]) -> Numbers:
+        """Return what at least one of ``threads`` knows of others."""
         found = {
             id(clock): clock for t in threads if (clock := self.acquired.get(int(t))) is not None
         }
@@ -240,6 +243,7 @@ class Agent:
         waiting[sender] = join_clocks(waiting.get(sender), clock)
 
     def order(self, block: int, threads: Lanes) -> None:
+        """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
         those = slice(None) if threads is None else threads
         self.own[block, those] = self.own[0, those]
         self.mirrors = True
@@ -315,6 +319,7 @@ class SignalLog:
         self._polled: dict[tuple[int, int], tuple[int, int]] = {}
 
     def note(self, agent: Agent, word: tuple[int, int], site: int, *, writes: bool) -> None:
+        """Note that ``agent`` has read, and perhaps written, ``word``, given as its address and size."""
         address, size = word
         by_writer = self._written.setdefault(address, {})
         for writer, written in by_writer.items():

@@ -73,6 +73,8 @@ _SHAPES_ONLY = _UNDEFINED | {
 
 
 class TorchAccesses(DispatchMode):
+    """Report the tensors that each operator reads and writes to ``detector``, as the current task's."""
+
     def __init__(self, scheduler: Scheduler, detector: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
@@ -116,6 +118,7 @@ def _is_view(func: OpOverload) -> bool:
 
 
 def _tensors_of(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
             value = args[position]
@@ -211,6 +214,7 @@ def superfluous(
 
 
 def _is_written(line: SourceText) -> bool:
+    """Return whether the barrier stands in the user's source (the compiler adds others)."""
     return any(
         _WRITTEN.search(linecache.getline(path, number)) and not _OURS.search(path)
         for path, number in line.frames

@@ -150,6 +150,7 @@ class Collector(Observer):
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
     def place(self, address: int) -> str | None:
+        """Return the name of an address in memory that this run has touched."""
         segment = self._memory.at(address)
         return None if segment is None else f"{segment.label}, byte {address - segment.base}"
 
@@ -170,6 +171,7 @@ class Collector(Observer):
         return agent
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
+        """Return the number of an access, by which the shadow memory refers to it."""
         access = self._access_of(agent, what, lines)
         if access not in self._sites:
             self._sites[access] = len(self._accesses)

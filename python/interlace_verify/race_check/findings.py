@@ -286,6 +286,7 @@ class Reach:
     accesses: dict[str, None] = field(default_factory=dict)
 
     def note(self, finding: Finding, bytes_: Numbers, size: int) -> None:
+        """Note a conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
         self.size = max(self.size, size)
         self.seeds.add(finding.seed)
         for access in filter(None, (finding.first, finding.second)):
@@ -352,6 +353,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
+    """Return whether ``finding`` loads unwritten memory, all of which ``race`` stores."""
     if finding.kind != "uninitialised" or _kind_of(finding.second) not in race.accesses:
         return False
     for where, marks in reach.marks.items():

@@ -142,6 +142,7 @@ def puts(finding: Finding) -> Hint:
 
 
 def _move_signal(signal: Access, first: Access) -> Hint:
+    """Move a signal that is sent too early: its line, or its call in the function of ``first``."""
     functions = [line.rpartition(" ")[2] for line in (*first.lines[:1], *signal.lines)]
     depth = functions.index(functions[0], 1) - 1 if functions[0] in functions[1:] else 0
     at = replace(signal, lines=signal.lines[depth:])
@@ -200,5 +201,6 @@ def missing(finding: Finding, behind: bool) -> Hint:
 
 
 def _order_and_scope(access: Access) -> tuple[str, str]:
+    """Return the order and the scope of an atomic, or empty strings for another access."""
     found = re.search(r"\((\w+), (\w+)\)", access.what)
     return (found[1], found[2]) if found else ("", "")

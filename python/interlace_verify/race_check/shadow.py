@@ -76,6 +76,7 @@ class KnownTimes:
         return late
 
     def lacks(self, marks: Numbers) -> Any:
+        """Return which of the marks the access does not come after."""
         late = self._behind(self.clock, marks)
         if not late.any():
             return late
@@ -286,6 +287,7 @@ class ShadowMemory:
         self._segments[base] = ShadowSegment(base, nbytes, label, symmetric)
 
     def is_symmetric(self, address: int) -> bool:
+        """Return whether this is symmetric memory, which lives as long as the run."""
         segment = self.at(address)
         return segment is not None and segment.symmetric
 

@@ -408,6 +408,7 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
 
 
 def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:
+    """Yield ``segments`` with ``part`` neighbours left out, the last ones first."""
     for begin in range(len(segments) - part, -1, -part):
         yield [*segments[:begin], *segments[begin + part :]]
     if len(segments) % part:

@@ -68,6 +68,7 @@ class Story:
         return (*told, *map(str, self.blocked))
 
     def where(self, wait: BlockedWait) -> tuple[SourceText, ...]:
+        """Return the known lines at which ``wait`` stands, innermost first."""
         if not isinstance(wait.where, SourceText):
             return ()
         frames = wait.where.frames
@@ -146,6 +147,7 @@ class Storyteller(Observer):
     def _add(
         self, step: Step, span: Collection[int] | None = None, *, writes: bool = False
     ) -> None:
+        """Add a step. ``span``: the words that it accesses, or None if others see it in another way."""
         self._steps.append(step)
         self._spans.append((span, writes))
         self._count += 1
@@ -243,6 +245,7 @@ class Storyteller(Observer):
 
 
 def _words(addresses: Sequence[int] | Numbers, size: int) -> set[int]:
+    """Return the 4-byte words that elements of ``size`` bytes at ``addresses`` overlap."""
     first = np.asarray(addresses, np.uint64)
     last = first + np.uint64(max(0, size - 1))
     ends = np.concatenate([first, *(first + np.uint64(at) for at in range(4, size, 4)), last])

@@ -120,6 +120,7 @@ def needed_for(error: BaseException) -> str | None:
 
 
 def calls_a_shim(kernel: Any) -> bool:
+    """Return whether a ``@triton.jit`` function, or one that it calls, calls a shim's device function."""
     todo, seen = [kernel.fn], set()
     while todo:
         function = todo.pop()

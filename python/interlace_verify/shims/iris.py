@@ -50,9 +50,11 @@ class Iris:
         return self.num_ranks
 
     def get_heap_bases(self) -> torch.Tensor:
+        """Return the addresses of all heaps by rank, the last argument of device functions."""
         return self.heap_bases
 
     def get_device_context(self) -> torch.Tensor:
+        """Return the rank, the world size and the heap addresses, for a kernel's :class:`DeviceContext`."""
         head = torch.tensor([self.cur_rank, self.num_ranks], dtype=torch.uint64)
         return torch.cat([head, self.heap_bases])
 
@@ -107,6 +109,7 @@ def iris(heap_size: int = 1 << 30) -> Iris:
 
 @triton.jit
 def _at(pointer, from_rank, to_rank, heap_bases):
+    """Return the address in ``to_rank``'s heap that corresponds to ``from_rank``'s ``pointer``."""
     shift = tl.load(heap_bases + to_rank) - tl.load(heap_bases + from_rank)
     return (pointer.to(tl.uint64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
 

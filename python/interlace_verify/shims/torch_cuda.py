@@ -57,6 +57,7 @@ class RankStream:
         self._entered: list[Any] = []
 
     def wait_stream(self, stream: "RankStream") -> None:
+        """Order later work of this stream after the present work of ``stream``."""
         self.of_run.wait_event(stream.of_run.record())
 
     def wait_event(self, event: "RankEvent") -> None:
@@ -90,6 +91,8 @@ class RankStream:
 
 
 class RankEvent:
+    """A point in a stream: the last one that was recorded."""
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._point: Point | None = None
         self._asked = 0
@@ -137,6 +140,7 @@ def set_stream(stream: RankStream) -> None:
 
 
 def stream(stream: RankStream | None) -> Any:
+    """Make ``stream`` the current one in this context. None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
 

@@ -59,6 +59,7 @@ class MemoryOfTorch(SymmetricMemory):
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
+        """Return the handle, or None for a tensor that is not in symmetric memory."""
         if not functions.is_symm_mem_tensor(tensor):
             return None
         known = _groups.get(tensor.untyped_storage().data_ptr())
@@ -142,6 +143,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
     @classmethod
     def over(cls, place: Place, found: Callable[[], Communicator], name: str) -> "SimulatedGroup":
+        """Return the group of the ranks of ``place``. ``found`` returns their communicator when needed."""
         group = cls(place.rank, place.world_size)
         group._found = found
         group._place, group._waits = place, SimpleNamespace(options=None)
@@ -185,6 +187,7 @@ def destroy_process_group(group: object = None) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
+    """Return the group of ``ranks`` to its members. Collective over all ranks."""
     made = new_simulated_group(ranks)
     if not isinstance(made, Communicator):
         return made

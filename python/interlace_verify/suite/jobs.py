@@ -138,6 +138,7 @@ class Job(NamedTuple):
 
 
 def _result(count: str, findings: Iterable[str] = (), **more: Any) -> JobResult:
+    """Return the result of a check without its name and its time."""
     return JobResult("", "", "", count, tuple(findings), 0.0, **more)
 
 
@@ -205,6 +206,7 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
 
 
 def _race(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
+    """Return the report of as many schedules as the plan and its budget allow."""
     if not plan.budget:
         return races(fn, world_size, seeds=plan.seeds)
     begin, here = processor_seconds(), time.process_time()
@@ -324,6 +326,7 @@ def lint_shipped(
 
 
 def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
+    """Return ``results`` with ``seconds`` of processor time shared out in proportion to their times."""
     share = seconds / (sum(result.seconds for result in results) or 1.0)
     return [replace(result, seconds=result.seconds * share) for result in results]
 

@@ -320,6 +320,7 @@ def _title(results: Sequence[SizeResult]) -> str:
 
 
 def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and cells; leave out columns that have no figure in any row."""
     names = list(dict.fromkeys(n for result in results for row in result.rows for n in row.speedup))
     columns: list[tuple[str, Any]] = [
         ("time\nus", lambda row: _number(row.microseconds.median)),

@@ -162,6 +162,7 @@ def _link(arch: int, folder: str | None) -> list[Entry]:
 
 
 def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
+    """Print a line per report, or all reports as JSON; return 1 if any is faulty, otherwise 0."""
     failed = sum(bool(report.problems()) for report in reports)
     if as_json:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
@@ -211,6 +212,7 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
 
 
 def _bundle(console: Any, op: str, options: BuildOptions) -> int:
+    """Build one op into ``out``; return 1 and write nothing if a kernel is faulty."""
     if options.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
     for name in ("kernel", "full"):

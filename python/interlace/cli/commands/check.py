@@ -118,6 +118,7 @@ class Verdict:
 
 
 def _on_rank(case: CheckCase, seed: int) -> Any:
+    """Run the case on this rank; return None if it needs a switch and there is none."""
     if case.by_switch and not default_group().arena.multicast():
         return None
     return case.on_rank(seed)
@@ -625,6 +626,7 @@ class CheckOptions(CommandOptions):
 
 
 def check(console: Any, options: CheckOptions) -> int:
+    """Print a line per case; return 0 if all pass, 1 if one fails, LEFT_OUT if only time was too short."""
     device, ranks, seconds = options.chosen_device(), options.ranks, options.seconds
     if options.list:
         return _list(console, device, options)

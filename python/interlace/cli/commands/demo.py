@@ -254,6 +254,7 @@ def _own_shard(whole: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _gather(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply all rows of ``whole`` by ``weight``; this rank holds some of the rows."""
     input = _own_shard(whole, 0)
     with _visible_tiles(whole.shape[0], weight):
         output: torch.Tensor = interlace.all_gather_matmul(input, weight, algorithm="fused")
@@ -261,6 +262,7 @@ def _gather(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of the sum over ranks of ``input @ weight``."""
     with _visible_tiles(input.shape[0], weight):
         output: torch.Tensor = interlace.matmul_reduce_scatter(input, weight, algorithm="fused")
     return output
@@ -368,6 +370,7 @@ class CaseResult:
 
 
 def demo(console: Console, options: DemoOptions) -> int:
+    """Run and print everything; return 0 if every error is within its bound, otherwise 1."""
     work = _load(options)
     _headline(console, options, work)
     outcomes = []

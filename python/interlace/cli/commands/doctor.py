@@ -131,6 +131,7 @@ def _one_op(kernels: bool) -> float:
 
 
 def doctor(console: Any, options: DoctorOptions) -> int:
+    """Print the facts and the results of trials; return 0 if at least one place works, otherwise 1."""
     facts = collect()
     try_places(facts)
     code = 0 if any(place["works"] for place in facts["places"].values()) else 1

@@ -127,6 +127,7 @@ def collective(
 
 
 def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterator[Entry]:
+    """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
     if arch < 90:
         return
     whole, lengths = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype]), [ELEMENTS] * RANKS
@@ -165,6 +166,7 @@ def low_latency(arch: int) -> Iterator[Entry]:
 
 
 def broadcast(arch: int, dtype: str) -> list[Entry]:
+    """Return broadcasts of few bytes, in units of 4."""
     return [_by_words(arch, dtype, small.broadcast, meta(65, dtype=torch.int32), 0)]
 
 
@@ -326,6 +328,7 @@ class MatmulVariant(KernelOptions):
 
 
 def _by_default(arch: int) -> MatmulVariant:
+    """Return bf16 by descriptors, where a default has them."""
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
     return MatmulVariant(path="tma" if tma else "pointers")
 
@@ -613,6 +616,7 @@ def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
+    """Return all-reduce and norm of few rows, whose words carry their flags."""
     linear, _ = operands.normed(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     input = meta(4, operands.columns, dtype=operands.torch_dtype)
 

@@ -44,6 +44,7 @@ def num_ranks(axis=-1):
 
 @triton.jit
 def symm_at(ptr, rank):
+    """Return the address at ``rank`` that corresponds to this rank's ``ptr``."""
     return remote_ptr(ptr, rank)
 
 
@@ -63,6 +64,7 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
 @triton.jit
 def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
+    """Poll by the first lane of every warp."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     ptx(
@@ -105,6 +107,7 @@ def notify(
 
 @triton.jit
 def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
+    """Signal by thread 0."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"

@@ -36,6 +36,7 @@ def _axis(axis):
 
 @triton.jit
 def tid(axis: tl.constexpr):
+    """Return the number of the thread; programs have one dimension of threads."""
     return ptx(f"mov.u32 $0, %tid.{_axis(axis)};", is_pure=True)
 
 
@@ -51,6 +52,7 @@ def laneid():
 
 @triton.jit
 def globaltimer():
+    """Return the clock of the device, in nanoseconds."""
     return ptx("mov.u64 $0, %globaltimer;", dtype=tl.uint64)
 
 
@@ -143,6 +145,7 @@ def load_v4_s32(ptr):
 
 @triton.jit
 def load_v4_b32(ptr, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
+    """Load four words at once; an order of "" is weak."""
     return _load_four(ptr, f"ld.global{_ordered(semantic, scope)}.v4.b32")
 
 
@@ -171,6 +174,7 @@ def st_v2_u32(ptr, val0, val1):
 
 @triton.jit
 def pack_b32_v2(val0, val1):
+    """Return two 32-bit words as one of 64 bits, the first one in the lower half."""
     return ptx("mov.b64 $0, {$1, $2};", [val0, val1], tl.uint64, True)
 
 
@@ -211,6 +215,7 @@ def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.const
 
 @triton.jit
 def red_release(barrier_ptr, value, scope: tl.constexpr = "gpu"):
+    """Add to an int32 with release, by every thread."""
     run_ptx(
         f"red.release.{scope}.global.add.s32 [$1], $2;", [barrier_ptr, tl.full((), value, tl.int32)]
     )

@@ -55,6 +55,7 @@ def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> tor
 
 
 def peers_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+    """Return the memory of rank ``peer`` that corresponds to this rank's ``tensor``."""
     if peer == interlace.get_rank():
         return tensor
     handle: Any = symmetric_memory.rendezvous(tensor)
