@@ -37,7 +37,6 @@ def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
 
 
 def circumstances() -> Record:
-    """The device and all versions, beside what ``run.py`` says of every benchmark."""
     from circumstances import circumstances as of_host, said_by
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -54,7 +53,6 @@ def circumstances() -> Record:
 
 
 def line(record: Record) -> str:
-    """A record for a terminal."""
     times = ", ".join(f"{k} {v['median']:,.1f}" for k, v in record["microseconds"].items())
     derived = ", ".join(f"{k} {v:.3f}" for k, v in record["derived"].items())
     found = f"FAILED: {record['error']}" if "error" in record else f"us: {times}  {derived}"

@@ -1,18 +1,7 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between
-``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
-
-    backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
-    dispatch  torch_backend in a world of one
-    fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
-    hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
-    gpu       the records of gpu.py
-    loops     loop_counts.py: what a round of some loops does, before and now
-    packed    loop_counts.py --packed: what 128 numbers along k of block-scaled operands take
-    rows      rows_in_flight.py: what kernels that move rows have on their way, before and now
-    messages  messages: interlace beside gloo and OpenMPI, by op and size
-    crowds    crowds: a step beside busy loops, through gloo and through interlace
+In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between ``<!-- table KIND
+FILE -->`` and ``<!-- end -->``. This command rewrites all of them; ``KINDS`` has the kinds.
 
 ``--plots`` draws time over size for each table of the backend and of messages, and overlap for each gpu
 table, into ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
@@ -69,8 +58,6 @@ def _pivot(
 
 
 def backend(document: Document) -> str:
-    """One line per world size, op and size."""
-
     def rows() -> Rows:
         found = [m for m in document["measurements"] if m["op"] in BACKEND_OPS]
         found.sort(key=lambda m: (m["world_size"], BACKEND_OPS.index(m["op"]), m["shape"]["bytes"]))
@@ -146,7 +133,6 @@ def hosts(document: Document) -> str:
 
 
 def dispatch(document: Document) -> str:
-    """One line per op in a world of one."""
     names = "interlace", "gloo"
     found = [m for m in document["measurements"] if m["world_size"] == 1]
     rows = (
@@ -277,13 +263,13 @@ def rows_in_flight(document: Document) -> str:
 
 
 KINDS: dict[str, Callable[[Document], str]] = {
-    "backend": backend,
+    "backend": backend,  # cpu/torch_backend.py; so is "dispatch"
     "dispatch": dispatch,
     "fused": fused,
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
-    "packed": packed,
+    "packed": packed,  # loop_counts.py --packed
     "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,
@@ -305,7 +291,6 @@ def rewritten(text: str) -> str:
 
 
 def plots(page: str) -> list[Path]:
-    """One image for each table of ``page`` that has one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -374,7 +359,6 @@ def _overlaps(pyplot: Any, document: Document) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check all pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plots", action="store_true", help="draw as well; needs matplotlib")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")

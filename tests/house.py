@@ -177,7 +177,7 @@ FOLDERS = {
         "interlace_verify/lint_check interlace_verify/machine interlace_verify/protocols "
         "interlace_verify/race_check interlace_verify/schedule_check"
     ),
-    "interlace_pytest": "interlace interlace_verify interlace_verify/race_check",
+    "interlace_pytest": "interlace interlace_verify interlace_verify/schedule_check",
     "interlace_verify/shims": (
         "face interlace/groups interlace/ops/matmul interlace/process_group "
         "interlace/symmetric_memory interlace_verify/ptx runtime/compat runtime/compiler "

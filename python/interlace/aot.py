@@ -191,7 +191,6 @@ class Bundle:
             kernel.launch({**of_launch, **values}, of_kernel, stream=stream)
 
     def _counts(self, name: str) -> bool:
-        """Return whether an argument is a whole number."""
         kinds = (p["type"] for each in self._run for p in each.parameters if p["name"] == name)
         return any(kind in _RANGES for kind in kinds)
 
@@ -323,7 +322,6 @@ class Kernel:
     # -- the device ----------------------------------------------------------------------------
 
     def _function(self, cupy: Any) -> Any:
-        """Return the kernel on the current device, loaded on first use."""
         device = cupy.cuda.runtime.getDevice()
         if device not in self._functions:
             module = cupy.RawModule(
@@ -355,9 +353,8 @@ class Kernel:
 def _require(name: str, value: Any, wanted: object) -> None:
     """Raise TypeError or KeyError unless ``value`` has everything in ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
-        kind = (
-            int if isinstance(wanted, range) else str
-        )  # the range would compare a str with each of its numbers
+        # the range would compare a str with each of its numbers
+        kind = int if isinstance(wanted, range) else str
         fits = type(value) is kind and value in wanted
     else:
         fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))
@@ -373,7 +370,6 @@ def _require(name: str, value: Any, wanted: object) -> None:
 
 
 def _check_ranks(values: Mapping[str, object]) -> None:
-    """Raise ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")
@@ -456,7 +452,6 @@ def _cupy() -> Any:
 
 
 def _on_stream(cupy: Any, stream: object) -> Any:
-    """Return ``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()
     if isinstance(stream, int):

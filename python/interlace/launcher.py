@@ -136,8 +136,6 @@ def check_run(
 def rank_function(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Callable[[Place], object]:
-    """Return a function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
-
     def on_rank(place: Place) -> object:
         if place.simulated and place.world_size > 1:
             sim_backward.install()
@@ -161,14 +159,12 @@ def _complete(result: object) -> object:
 
 
 def _install(overrides: Overrides, timeout: float, place: Place) -> Place:
-    """Set up a new process like the caller's context."""
     set_context(CallContext(overrides=overrides))
     groups.install(place, all_threads=True)
     return place
 
 
 def _install_on_gpu(overrides: Overrides, timeout: float, place: Place) -> Place:
-    """Set up a process as :func:`_install` does, on one of the host's GPUs."""
     import torch
 
     from interlace.runtime.places import connect

@@ -85,7 +85,6 @@ class _HeadTensors(ByRows):
         return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, operand: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
-        """Return the tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
         flat = protocol.some_rows(rows, heads * self.head_dim, operand, call, self.dtype)

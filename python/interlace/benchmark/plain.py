@@ -1,9 +1,8 @@
 """A plain collective at one size: through interlace, through torch.distributed, and on one rank alone.
 
-``figures.py`` defines the size, which is rounded down to whole elements for every rank. Results are stored
-in poisoned memory. If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
-would overflow. "Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own
-memory, without waiting for another rank.
+If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums would overflow.
+"Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own memory, without
+waiting for another rank.
 """
 
 import functools
@@ -48,8 +47,7 @@ class MeasuredOp(ABC):
 
     @classmethod
     @abstractmethod
-    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
-        """Raise ValueError if the op does not accept these sizes and settings."""
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None: ...
 
     @classmethod
     @abstractmethod
@@ -66,15 +64,13 @@ class MeasuredOp(ABC):
         return protocol.poison(output)
 
     @abstractmethod
-    def inputs(self, call: int) -> Tensors:
-        """Return arguments of :meth:`ours` and :meth:`theirs`."""
+    def inputs(self, call: int) -> Tensors: ...
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
 
     @abstractmethod
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        """Return the op of interlace."""
+    def ours(self, algorithm: str) -> Callable[..., Any]: ...
 
     @abstractmethod
     def theirs(self, *tensors: Any) -> Any:
@@ -141,8 +137,7 @@ class Plain(MeasuredOp):
         return arguments[0]
 
     @abstractmethod
-    def alone_inputs(self, call: int) -> Tensors:
-        """Return arguments of :meth:`alone`."""
+    def alone_inputs(self, call: int) -> Tensors: ...
 
     @abstractmethod
     def alone(self, output: Any, source: Any) -> Any:
@@ -150,7 +145,6 @@ class Plain(MeasuredOp):
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:
-    """Return the function of torch.distributed, whose name may differ."""
     found: Callable[..., Any] = next(
         getattr(dist, name) for name in kind.torch_names if hasattr(dist, name)
     )

@@ -1,8 +1,4 @@
-"""The ops of ``bench``; a request, its candidates, and the measurement on one rank.
-
-Candidates belong to an op, or to a user's own kernel. Every candidate is checked, timed, and checked again.
-The results are rows for a table and for JSON.
-"""
+"""The ops of ``bench``; a request, its candidates, and the measurement on one rank."""
 
 import functools
 import itertools
@@ -13,15 +9,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark import (
-    attention,
-    baselines,
-    expert_rows,
-    fused,
-    kernel,
-    plain,
-    protocol,
-)
+from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, plain, protocol
 from interlace.benchmark.figures import Spread, format_size, overlap
 from interlace.benchmark.fused import ByRows, Fused
 from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Facts, Subject
@@ -77,7 +65,6 @@ class BenchRequest:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that a user's function may take."""
         sizes = {"nbytes": self.nbytes, "m": self.m, "n": self.n, "k": self.k}
         return {**sizes, "dtype": DTYPES[self.dtype]}
 
@@ -87,7 +74,6 @@ class BenchRequest:
 
     @property
     def own(self) -> bool:
-        """Whether the target is a user's own kernel."""
         return "::" in self.target
 
 
@@ -95,10 +81,7 @@ Source = tuple[str | None, list[str], Callable[[], Subject]]
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """Return a backend of torch.distributed, exclusions from "all" with reasons, and a subject's maker.
-
-    On the calling rank. Collective for a user's own kernel.
-    """
+    """Return a backend of torch.distributed, exclusions from "all" with reasons, and a subject's maker."""
     if request.own:
         return _own_kernel(request, place)
     device, chosen = place.device.type, request.chosen
@@ -177,7 +160,6 @@ def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) ->
 
 @functools.cache
 def load_kernel(target: str) -> Callable[..., Any]:
-    """Return the function that names a user's own kernel. Raises ValueError or OSError."""
     from interlace.tools.user_files import load_function
 
     return load_function(target)
@@ -213,7 +195,6 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
 
 
 def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
-    """Return the baselines that were requested, or all that this place has."""
     names = []
     for name in found.baselines if request.chosen is None else request.chosen:
         if name not in found.baselines:
@@ -254,7 +235,6 @@ class BenchRow:
 
     @property
     def right(self) -> bool | None:
-        """Whether the result is right; None if nothing was checked."""
         return None if self.error is None else self.error <= 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -334,7 +314,6 @@ Tick = Callable[[int, int], None]
 
 
 def rank_0(tick: Tick) -> Tick:
-    """``tick`` on rank 0; on the others, which show no progress, nothing."""
     return tick if default_group().rank == 0 else lambda done, total: None
 
 

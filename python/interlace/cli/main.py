@@ -44,7 +44,6 @@ def _attribute(command: str, name: str) -> Any:
 
 
 def options_of(command: str) -> type[CommandOptions]:
-    """Return the class of a command's options."""
     kind: type[CommandOptions] = _attribute(command, f"{command.capitalize()}Options")
     return kind
 
@@ -54,7 +53,6 @@ def _command_of(arguments: list[str]) -> str:
 
 
 def needs_torch(arguments: list[str]) -> bool:
-    """Return whether these arguments name a command that works with tensors."""
     return _command_of(arguments) in COMMANDS.keys() - {"inspect"}
 
 
@@ -94,9 +92,8 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        most = (
-            None if isinstance(error, RankError) else 21
-        )  # the last lines of a traceback say most
+        # the last lines of a traceback say most
+        most = None if isinstance(error, RankError) else 21
         first, *rest = str(error).splitlines()[:most] or [""]
         write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2

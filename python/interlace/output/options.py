@@ -44,8 +44,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
 
+# the field ``world_size`` becomes ``--world-size``
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
-    """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
     parser = commands.add_parser(
         name,
@@ -72,7 +72,6 @@ def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Option
 
 
 def positive_int(text: str, most: int = MOST) -> int:
-    """Return ``text`` as an int within 1..``most``, for ``type=``."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
     if int(text) > most:
@@ -81,14 +80,12 @@ def positive_int(text: str, most: int = MOST) -> int:
 
 
 def world_size(text: str) -> int:
-    """Return ``text`` as a number of ranks, for ``type=``."""
     from interlace.kernels.signal import MAX_WORLD_SIZE  # imports Triton
 
     return positive_int(text, MAX_WORLD_SIZE)
 
 
 def seed_number(text: str) -> int:
-    """Return ``text`` as a seed that torch's generators take, for ``type=``."""
     with contextlib.suppress(ValueError):
         if 0 <= int(text) < 1 << 64:
             return int(text)

@@ -1,15 +1,9 @@
 """Build an op ahead of time: a directory with SASS, PTX and a manifest that says how to launch it.
 
-::
-
-    manifest.json                          see docs/reference/bundle-manifest.md; written last
-    load.py                                the loader, which needs no interlace
-    <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
-
 A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Values that could
 become wrong are not written by hand: arguments, sizes and resources come from this compilation
-(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings. The computations of
-launches are in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
+(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings.
+docs/reference/bundle-manifest.md describes the files.
 """
 
 import ast
@@ -39,24 +33,14 @@ from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.ops.attention.blocks import MERGED
 from interlace.ops.attention.decode import MOST_PIECES
-from interlace.ops.collectives.launch import (
-    BLOCK_WORDS,
-    EPOCHS_OFFSET,
-    MOST_PROGRAMS,
-    WORDS_OFFSET,
-)
+from interlace.ops.collectives.launch import BLOCK_WORDS, EPOCHS_OFFSET, MOST_PROGRAMS, WORDS_OFFSET
 from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
 from interlace.tools.catalogue.absent_group import KernelOptions as KernelOptions
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import (
-    Entry,
-    MatmulVariant,
-    entries,
-    signals,
-)
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant, entries, signals
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 
 # Not options of one build: the path has its own option, and the launch says how many programs.
@@ -386,11 +370,7 @@ def build_bundles(
     *,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile ``targets`` together and write their bundles; return a report per kernel.
-
-    If a report has problems, only directories are made. Raises ValueError naming an option, OSError
-    if a directory cannot be written.
-    """
+    """Compile ``targets`` together; if no report has problems, write their bundles."""
     entries = [target.entries() for target in targets]
     with contextlib.ExitStack() as stack:
         folders, stems = [], []
@@ -420,7 +400,6 @@ def loader() -> str:
 
 
 def _less_imports(module: types.ModuleType) -> tuple[str, str]:
-    """Return the docstring, and the text below it without imports of interlace."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)
     docstring, *nodes = ast.parse(source).body
@@ -450,7 +429,6 @@ def _mains(target: BundleTarget, arch: int) -> list[Entry]:
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
-    """Return the kernels of one launch of the op, in order."""
     last = [each for each in signals(arch) if each.kernel == _LAST]
     return [*_mains(target, arch), *(last if OPS[target.op].finished else ())]
 
@@ -542,7 +520,6 @@ def _kernel(
 
 
 def _names(functions: Iterable[types.CodeType]) -> set[str]:
-    """Return all names in functions, and in functions within them."""
     found = set[str]()
     for code in functions:
         within = (each for each in code.co_consts if isinstance(each, types.CodeType))

@@ -40,7 +40,6 @@ Lines = Sequence[SourceText]
 
 
 def write(path: str, results: Sequence[JobResult]) -> None:
-    """Write a SARIF log of one run."""
     root = repository(pathlib.Path.cwd())
     found: dict[object, dict[str, Any]] = {}
     for each in (each for result in results for each in findings(result, root)):

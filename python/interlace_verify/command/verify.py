@@ -1,7 +1,4 @@
-"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings.
-
-The page of ``--html`` shows findings as panels: schedules, with races and deadlocks in red.
-"""
+"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings."""
 
 import contextlib
 import json
@@ -264,7 +261,6 @@ def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None
 
 
 def panels(result: JobResult) -> Iterator[Panel]:
-    """Yield a panel for each finding of a job."""
     title, report = f"{result.subject.rpartition('::')[2]}, {result.variant}", result.report
     if isinstance(report, RaceReport):
         stories = {story.seed: story for story in report.stories}

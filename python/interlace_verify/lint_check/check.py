@@ -1,12 +1,8 @@
 """Lint of compiled kernels: memory ordering, registers, tensor cores, without a GPU.
 
-:func:`lint` compiles a ``@triton.jit`` kernel in a worker process, for a GPU that need not be present, and
-reads the compiled code. :data:`RULES` lists the rules. A finding names the source line. The rules follow
-the PTX memory model (PTX ISA, "Memory Consistency Model") for Triton's lowering of ``tl.atomic_*``. Races
-of a protocol are found by ``interlace.verify.races``.
-
-A kernel is compiled for one signature, as one launch would compile it. Triton specialises on types,
-alignments and constants, so another launch may compile to other code: lint the form that you launch.
+The rules follow the PTX memory model (PTX ISA, "Memory Consistency Model") for Triton's lowering of
+``tl.atomic_*``. Triton specialises on types, alignments and constants, so another launch may compile to
+other code: lint the form that you launch.
 """
 
 import os
@@ -192,7 +188,6 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
 
 
 def _check_request(request: LintRequest) -> Compilation:
-    """Return ``request`` as a compilation, or raise an error for a wrong argument."""
     function = jitted_function(request.kernel)
     name = function.__name__
     if unknown := [rule for rule in request.ignore if rule not in RULES]:
@@ -282,10 +277,8 @@ def specialisation(launch: KernelLaunch) -> str:
     """Return equal texts for launches that Triton compiles to the same code."""
     try:
         request = lint_request(launch, ANY_ARCH)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # an argument without a type for lint, which reports it later
+    except (TypeError, ValueError) as error:
+        # an argument without a type for lint, which reports it later
         return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
     parts = (request.signature, request.constexprs, request.divisible)
     compiled = (*parts, request.num_warps, request.num_stages)

@@ -3,19 +3,16 @@
 A copy happens at a time that the seed draws, between its start and the wait for it. A thread that reads
 earlier, or does not wait, may see the old values. A copy to shared memory ends at its mbarrier. A copy from
 shared memory belongs to a group. It has read its source after the wait with ``.read``. It is in global
-memory after the wait without it, or when the program ends. Observers see the whole copy at its start;
-``fences.py`` explains this.
+memory after the wait without it, or when the program ends. Observers see the whole copy at its start.
 
-Tensor maps: TMA's description of a tensor in global memory, and the places of a box's elements.
+A tensor map takes 128 bytes. NVIDIA does not document their meaning; here they are a :data:`MAP`. On a
+device ``tensormap.replace`` makes maps, on the host :func:`tensor_map`. Dimension 0 is the innermost.
+Elements of a box outside the tensor read as zeros or NaN, and are not stored.
 
-A map takes 128 bytes. NVIDIA does not document their meaning; here they are a :data:`MAP`. On a device
-``tensormap.replace`` makes maps, on the host :func:`tensor_map`. Dimension 0 is the innermost. Elements of
-a box outside the tensor read as zeros or NaN, and are not stored.
-
-The swizzle of tiles in shared memory: TMA and ``wgmma`` permute 16-byte pieces in the same way. Rows of 128
-bytes follow each other. In eight rows, each row has its pieces at other places, so that a column of pieces
-uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9. These are all three bits
-in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte mode.
+TMA and ``wgmma`` swizzle tiles in the same way: they permute 16-byte pieces, so that a column of pieces of
+eight rows of 128 bytes uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9.
+These are all three bits in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte
+mode.
 """
 
 import re
@@ -49,10 +46,10 @@ BULK, builds = builders()
 
 
 def swizzled(addresses: Array, nbytes: int, first_row: int = 0) -> Array:
-    """Return the swizzled places, in bytes, of ``addresses`` in shared memory (of any integer dtype).
+    """Return the swizzled places, in bytes, of ``addresses`` in shared memory.
 
-    ``nbytes``: the mode, 32, 64 or 128; 16 changes nothing. ``first_row``: the row of 128 bytes, modulo 8,
-    in which a pattern begins; 0 if it is aligned to its own size.
+    ``nbytes``: the mode; 16 changes nothing. ``first_row``: the row of 128 bytes, modulo 8, in which a
+    pattern begins; 0 if it is aligned to its own size.
     """
     kind = addresses.dtype.type
     rows = (addresses >> kind(7)) - kind(first_row)
@@ -96,7 +93,6 @@ class Box(NamedTuple):
 
     @property
     def places(self) -> Array:
-        """The indices of the elements in an array of all shared memory."""
         return self.offsets // (self.kind.bits // 8)
 
 
@@ -122,7 +118,6 @@ def tensor_map(
 
 
 def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruction) -> Box:
-    """Return the box of a map at ``corner``, with its ``offset`` in shared memory."""
     given = np.frombuffer(raw, MAP, 1)[0]
     rank = int(given["rank"]) + 1
     elemtype, mode = int(given["elemtype"]), int(given["swizzle_mode"])
@@ -189,14 +184,11 @@ def build_tensor_map(instruction: Instruction) -> Action:
 
 
 def _replace(instruction: Instruction) -> Action:
-    """Replace a field of a map, which is a store to a word of the map."""
     instruction.flag("tile")
     fields: Any = MAP.fields
-    name = instruction.choose(*fields)
+    name = instruction.require("the field", fields)
     instruction.flag("b1024")
     kind = instruction.take_type(("b32", "b64"))
-    if name is None:
-        raise instruction.unknown(f"the field of '{instruction.opcode}'", fields)
     field, first = fields[name]
     if field.base.itemsize * 8 < kind.bits:
         raise instruction.error(f"'.{name}' has {field.base.itemsize * 8} bits")
@@ -357,16 +349,10 @@ def _box(
     return box
 
 
-def _thread_numbers(threads: Threads) -> list[int]:
-    return [int(each) for each in threads.active(threads.numbers)]
-
-
 def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
-    """Return an action that runs ``action`` for each running thread alone."""
-
     def run(threads: Threads) -> None:
         mask = threads.mask
-        for thread in _thread_numbers(threads):
+        for thread in threads.active(threads.numbers).tolist():
             threads.mask = threads.numbers == thread
             action(threads, thread)
             threads.mask = mask
@@ -409,9 +395,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
 
 
 def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
-    name = instruction.choose(*REDUCTIONS) if reduces else None
-    if reduces and name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", REDUCTIONS)
+    name = instruction.require("the operation", REDUCTIONS) if reduces else None
     kind = _LINE
     if reduces and not tensor:
         instruction.flag("noftz")
@@ -482,7 +466,7 @@ def _stored(
 
 def _commit(threads: Threads) -> None:
     program: PtxProgram = threads.session
-    for thread in _thread_numbers(threads):
+    for thread in threads.active(threads.numbers).tolist():
         committed = program.bulk_groups.get(thread, 0)
         for store in program.bulk_stores:
             if store.access.thread == thread and store.group < 0:
@@ -499,7 +483,8 @@ def _wait(instruction: Instruction) -> Action:
 
     def wait(threads: Threads) -> None:
         program: PtxProgram = threads.session
-        for thread in _thread_numbers(threads) if program.bulk_stores else ():
+        numbers = threads.active(threads.numbers).tolist()
+        for thread in numbers if program.bulk_stores else ():
             last = program.bulk_groups.get(thread, 0) - left
             due = [
                 store

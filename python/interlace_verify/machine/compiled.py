@@ -1,11 +1,9 @@
 """Programs of launches whose kernels are compiled for a GPU, or are PTX of any origin (:func:`launch_ptx`).
 
-Their PTX runs on this CPU.
-
 In the place ``ptx`` all programs are compiled; in ``sim`` only kernels whose threads differ
-(``choice.py``). The compiled code depends on the values that Triton specialises on. So a kernel is compiled
-once for all launches of a process that would share code on a GPU. A worker process compiles it
-(``compiler/pool.py``), and the code is kept for other processes (``compiler/kept.py``).
+(``choice.py``). A kernel is compiled once for all launches of a process that would share code on a GPU. A
+worker process compiles it (``compiler/pool.py``), and the code is kept for other processes
+(``compiler/kept.py``).
 """
 
 import functools
@@ -46,12 +44,7 @@ _read = functools.lru_cache(maxsize=256)(read)
 
 
 class PtxSource:
-    """PTX of any origin, as a kernel of launches in the place ``ptx``.
-
-    ``kernel`` names one of several kernels; ``block`` is the threads of a program, if the launch sets them.
-    ``shared_bytes`` of shared memory are added at launch to the memory that the text declares with a size.
-    Values are tensors, numbers or bytes in the order of the parameters; missing last values are 0.
-    """
+    """PTX of any origin, as a kernel of launches in the place ``ptx``, see :func:`launch_ptx`."""
 
     def __init__(
         self,
@@ -103,7 +96,6 @@ class PtxSource:
 
 
 def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterable[str]) -> None:
-    """Give the ``new`` ones of ``variables`` their initial values."""
     at = {name: tensor.data_ptr() for name, tensor in variables.items()} | {**kernel.pointers}
     for name in new:
         values = kernel.variables[name].filled(at.get)
@@ -183,7 +175,6 @@ class CompiledPrograms:
 
 
 def _check(source: PtxSource, arch: int) -> None:
-    """Raise ValueError for PTX of a newer GPU, and for more shared memory than a program may have."""
     kernel, most = source.kernel, shared_bytes(arch)
     if kernel.static_bytes + source.shared_bytes > most:
         raise ValueError(

@@ -68,11 +68,9 @@ class ThreadMemory:
         return (addresses - self.base) // np.uint64(size)
 
     def column(self, offset: int, kind: ScalarType) -> Array:
-        """Return one variable of every thread."""
         return self._rows.view(kind.raw)[:, offset // (kind.bits // 8)]
 
     def bytes_of(self, number: int, address: int, size: int) -> bytes:
-        """Return bytes of a thread's memory at a generic address."""
         offset = address - int(self.starts[number])
         if not 0 <= offset <= self.nbytes - size:
             raise ValueError(f"PTX: address {address:#x} is not in the memory of thread {number}")
@@ -82,16 +80,14 @@ class ThreadMemory:
         return self.bytes.view(kind.raw)
 
 
-def local_addresses(threads: Threads) -> Array:
-    """Return the start of each running thread's memory."""
-    return threads.active(threads.session.local.starts)
-
-
 def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
-    """Build a load or a store of the running threads' memory."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
-    window = None if generic else local_addresses
+
+    def starts(threads: Threads) -> Array:
+        return threads.active(threads.session.local.starts)
+
+    window = None if generic else starts
     parts, kind, addresses = take_access(instruction, window=window)
 
     def get(threads: Threads, where: Array) -> Array:
@@ -161,7 +157,6 @@ def _by_address(instruction: Instruction) -> Action:
 
 
 def is_of_kernel(threads: Threads, addresses: Array) -> Array:
-    """Return which generic addresses are in array parameters of the kernel."""
     found = np.zeros(addresses.shape, np.bool_)
     for at, value in threads.session.arrays.items():
         found |= addresses - np.uint64(at) < np.uint64(len(value))
@@ -169,7 +164,6 @@ def is_of_kernel(threads: Threads, addresses: Array) -> Array:
 
 
 def build_of_kernel(instruction: Instruction) -> Action:
-    """Build a load from array parameters of the kernel by generic addresses."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
     parts, kind, addresses = take_access(instruction)

@@ -3,11 +3,8 @@
 A program starts as one group. If its threads branch apart, it becomes several groups; groups that meet at
 an instruction merge. The group that is furthest behind runs next (``module.py`` has the order), so that
 threads wait where their paths meet. A group in a loop that polls memory which others write lets the others
-run first. A barrier holds a group until all threads of the barrier have arrived. An instruction of a whole
-warp holds it until the warp has arrived, and a wait for an mbarrier until its phase is complete.
-
-In some intervals between barriers, which the seed draws for each block, warps run apart. Only a barrier
-merges them. So code that works only while warps happen to run together fails in some schedules.
+run first. In some intervals between barriers, which the seed draws for each block, warps run apart. Only a
+barrier merges them. So code that works only while warps happen to run together fails in some schedules.
 
 Other programs run only between accesses that the hooks see.
 
@@ -64,10 +61,7 @@ class Spins:
         self._task.seen.clear()
 
     def waits(self, polls: int) -> bool:
-        """After a round of a loop that will repeat unchanged, wait for its last ``polls`` words.
-
-        Return False if fewer words were read since memory last changed.
-        """
+        """Wait for the last ``polls`` words, if the round will repeat unchanged."""
         seen = self._task.seen
         if len(seen) < polls:
             return False
@@ -167,11 +161,7 @@ class _ThreadGroup:
 
 
 class PtxMachine:
-    """One program of ``kernel``.
-
-    ``parameters`` are values by name, ``variables`` addresses. ``dynamic_bytes`` is the dynamic shared
-    memory. ``origins``: the origins of the addresses in registers, by slot.
-    """
+    """One program of ``kernel``. ``variables`` are addresses; ``origins`` are by slot."""
 
     def __init__(
         self,
@@ -398,8 +388,11 @@ class PtxMachine:
         if event == BLOCK_BARRIER:
             return self._meet(group, barriers)
         if event == ARRIVAL:
-            for number, count, mask in barriers:
-                self._arrive(number, count, mask)
+            for number, count, mask in barriers:  # threads do not wait for it
+                arrived = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
+                self._arrived[number] = arrived
+                self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
+                self._let_go(number, count)
         elif event == WARP_BARRIER:
             for numbers in tiles(self.step, self.threads, taken):
                 self.program.hooks.barrier(numbers)
@@ -409,10 +402,7 @@ class PtxMachine:
         return True
 
     def _meet(self, group: _ThreadGroup, barriers: Sequence[tuple[int, int, Any]]) -> bool:
-        """Let ``group`` arrive at barriers. Return whether it goes on, because one barrier is complete.
-
-        Threads at different barriers become different groups, and so do threads at no barrier.
-        """
+        """Let ``group`` arrive at barriers, and split if they differ. Return whether it goes on."""
         whole = len(barriers) == 1 and int(np.count_nonzero(barriers[0][2])) == group.count
         alone, at, parts = whole and len(self._groups) == 1, group.at, [group]
         if not whole:
@@ -445,12 +435,6 @@ class PtxMachine:
         found = [(number, count, mask & (warps == warp)) for warp in np.unique(warps[mask])]
         self._random.shuffle(found)
         return found
-
-    def _arrive(self, number: int, count: int, mask: Numbers) -> None:
-        """Note the arrival of threads at a barrier that they do not wait for."""
-        self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
-        self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
-        self._let_go(number, count)
 
     def _let_go(self, number: int, count: int) -> bool:
         """Release a barrier if it is complete; return whether it was. ``count`` 0: all live threads."""

@@ -1,9 +1,9 @@
 """PTX that warps execute as one on matrices: ``ldmatrix``, ``stmatrix``, ``mma``, ``wgmma``.
 
-The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. Here g and t are its
-groupID and threadID_in_group: lane = 4 g + t. All matrices follow one rule for 8 rows: lane (g, t) holds
-some neighbours in row g, starting at t times their number. It holds the same again in the next columns. The
-second factor of a product is held in the same way with its columns as rows.
+The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. All matrices follow one
+rule for 8 rows: lane 4 g + t holds some neighbours in row g, starting at t times their number. It holds the
+same again in the next columns. The second factor of a product is held in the same way with its columns as
+rows.
 
 Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n. Warp w of the four
 holds rows 16 w to 16 w + 15 of A and D in registers, as above. A may, and B must, be in shared memory,
@@ -20,9 +20,9 @@ pattern. The leading offset separates blocks along a line, the stride blocks bel
 transposed matrices without a swizzle it is the other way round.
 
 Each warp's part is computed when the warp waits for the group. Only then are shared memory, the factor in
-registers and the sums read. So all of them must stay unchanged until the wait. A thread that reads the sums
-earlier sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of
-floats, which wait first.
+registers and the sums read, so they must stay unchanged until then. A thread that reads the sums earlier
+sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of floats, which
+wait first.
 """
 
 import functools
@@ -102,7 +102,6 @@ def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
 
 
 def take_numbers(instruction: Instruction) -> list[str]:
-    """Take the types of sums and factors, in their order."""
     names = [name for name in instruction.qualifiers if name in NUMBERS]
     instruction.qualifiers = [each for each in instruction.qualifiers if each not in names]
     return names
@@ -140,7 +139,6 @@ def build_matrix_access(instruction: Instruction) -> Action:
         return first[:, None] + words, lanes
 
     def transpose(registers: Array) -> Array:
-        """Transpose (warps, matrices, 8, 4) registers of two numbers each, if the instruction does."""
         halves = registers.view(np.uint16)
         return (
             np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32) if transposed else registers
@@ -180,7 +178,6 @@ TOGETHER = [("e4m3", "e5m2"), ("s8", "u8")]
 
 
 def multiplies(total: str, left: str, right: str) -> bool:
-    """Return whether there are products of these factors with sums of type ``total``."""
     mixed = any(left in names and right in names for names in TOGETHER)
     return total in SUMS.get(left, ()) and (left == right or mixed)
 
@@ -347,10 +344,7 @@ def build_sum(instruction: Instruction) -> Action:
 
 
 def build_move(instruction: Instruction) -> Action:
-    """Build a copy that is repeated if its source is a pending sum, after the sum is computed.
-
-    Compilers write such copies before the wait, and assemblers know which sums are pending.
-    """
+    """Build a copy that is repeated if its source is a pending sum: compilers copy before the wait."""
     action, known = MOVES["mov"](instruction), instruction.registers
     targets, sources = (
         [known[part].slot for part in instruction.parts(each) if part in known]
@@ -382,10 +376,7 @@ def _truth(instruction: Instruction, operand: str) -> Reader:
 
 @functools.lru_cache(maxsize=256)
 def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
-    """Return bytes from the start to each of (rows, 32 / size) numbers, before the swizzle.
-
-    ``descriptor`` has no start; a number has ``size`` bytes. ``turned``: neighbours are in a column.
-    """
+    """Return bytes from the start to each of (rows, 32 / size) numbers, before the swizzle."""
     leading, stride = ((descriptor >> shift & 0x3FFF) * 16 for shift in (16, 32))
     width = _SWIZZLES[descriptor >> 62]
     row, byte = np.arange(rows)[:, None], np.arange(0, 32, size)[None, :]
@@ -398,7 +389,6 @@ def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
 
 
 def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
-    """Return the offsets of (rows, k) numbers in shared memory."""
     offsets = _offsets(descriptor & ~0x3FFF, rows, NUMBERS[name].bits // 8, turned)
     places = offsets + ((descriptor & 0x3FFF) << 4)
     return swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)

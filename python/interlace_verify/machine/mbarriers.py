@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from interlace_verify.machine.shared import (
+    AsyncWork,
     PtxProgram,
     groups_of,
     put_shared,
@@ -31,10 +32,7 @@ _WORD, _STATE = TYPES["b32"], TYPES["b64"]
 
 @dataclass(eq=False)
 class MBarrier:
-    """An mbarrier: ``count`` arrivals per phase, ``pending`` in this one, and ``bytes`` still to come.
-
-    ``copies``: actions that bring the bytes and have not finished.
-    """
+    """An mbarrier of ``count`` arrivals per phase. ``copies`` are actions that bring ``bytes``."""
 
     address: int
     count: int
@@ -148,10 +146,7 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
 
 
 def build_arrival_of_copies(instruction: Instruction) -> Action:
-    """Build ``cp.async.mbarrier.arrive``: threads arrive when their earlier copies are done.
-
-    This happens at once, or as late as a thread waits for it.
-    """
+    """Build ``cp.async.mbarrier.arrive``: threads arrive when their earlier copies are done."""
     for name in ("async", "mbarrier", "arrive"):
         instruction.flag(name)
     expected = instruction.flag("noinc")
@@ -168,26 +163,19 @@ def build_arrival_of_copies(instruction: Instruction) -> Action:
             numbers = threads.numbers[those]
             if not expected:
                 mbarrier.pending += len(numbers)
-            arrival = functools.partial(
-                _arrive,
-                threads,
-                mbarrier,
-                those,
-                functools.partial(groups.finish, threads, groups.started(), those),
-            )
+            arrival = functools.partial(finish, threads, mbarrier, those, groups.started())
             if program.draw.random() < AT_ONCE:
                 arrival()
             else:
                 mbarrier.copies.append(arrival)
 
+    def finish(threads: Threads, mbarrier: MBarrier, those: Array, copies: list[AsyncWork]) -> None:
+        groups_of(threads, "cp.async").finish(threads, copies, those)
+        numbers = threads.numbers[those]
+        threads.session.hooks.arrival(mbarrier.address, numbers)
+        mbarrier.arrived(threads.session, len(numbers))
+
     return arrive
-
-
-def _arrive(threads: Threads, mbarrier: MBarrier, those: Array, finish: Callable[[], None]) -> None:
-    finish()
-    numbers = threads.numbers[those]
-    threads.session.hooks.arrival(mbarrier.address, numbers)
-    mbarrier.arrived(threads.session, len(numbers))
 
 
 def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:

@@ -95,10 +95,7 @@ class PtxKernel:
 
 
 def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
-    """Read a kernel of a module; ``name`` None: the only one. ``block``: the launch's threads.
-
-    Raises InlineAssemblyError for an instruction that is not known or that the text's target does not have.
-    """
+    """Read a kernel of a module; ``name`` None: the only one. ``block``: the launch's threads."""
     module, target = read_text(ptx), target_of(ptx)
     if not target:
         raise InlineAssemblyError("PTX: the text has no .target, such as '.target sm_80'")
@@ -160,7 +157,6 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
 
 
 def _block(kernel: PtxFunction, block: Block | None) -> Block:
-    """Return the number of threads of a program, from the launch or from the text."""
     said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
     exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
     wanted = block or exact or most
@@ -289,10 +285,7 @@ def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
 
 
 def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
-    """Return the number of polls in a loop that ends here, if its rounds depend only on them; otherwise 0.
-
-    Such a loop has no branches inside, reads no clock, and carries no register from one round to the next.
-    """
+    """Return the number of polls in a loop that ends here, if its rounds depend only on them."""
     if not 0 <= target <= index:
         return 0
     polls, written, carried = 0, set[int](), set[int]()
@@ -340,10 +333,7 @@ INDEX = 1 << 31  # a smaller number moves an address within a tensor
 def sources(
     steps: Sequence[Instruction], kinds: Sequence[Any], computing: frozenset[str]
 ) -> dict[int, frozenset[str]]:
-    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources.
-
-    ``kinds``: the dtypes of the slots; ``computing``: instructions that compute from registers alone.
-    """
+    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources."""
     sizes = [kind.itemsize for kind in kinds]  # 1 for a predicate
     found: list[set[str]] = [set() for _ in kinds]
     moves = []

@@ -4,9 +4,8 @@ Shared memory of a program is memory of this process. Observers see its addresse
 they find a missing barrier. They see the store of an asynchronous copy twice, at its start and at its end:
 between the two no other thread may use that memory.
 
-Threads commit asynchronous work in groups and wait for the groups. A wait is for one kind of work only.
-Work is done as late as possible, when its thread waits for its group. A thread that reads earlier, or does
-not wait, sees the old values.
+Threads commit asynchronous work in groups. Work is done as late as possible, when its thread waits for its
+group. A thread that reads earlier, or does not wait, sees the old values.
 """
 
 from collections.abc import Callable, Mapping
@@ -129,11 +128,7 @@ SHARED, builds = builders()
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """The state that the threads of one program share.
-
-    ``groups``: asynchronous work by kind; ``unsettled``: by register, the work that will write it.
-    ``arrays``: parameters that are arrays, by address. ``variables``: addresses of the module's variables.
-    """
+    """The state of the threads of one program. ``unsettled``: by register, the work that will write it."""
 
     hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
@@ -159,7 +154,6 @@ class PtxProgram(PtxSession):
         return int(self.shared.ctypes.data)
 
     def view(self, kind: ScalarType) -> Array:
-        """Return its shared memory as an array of ``kind``'s bits."""
         return self.shared.view(kind.raw)
 
     def offsets(self, addresses: Array, size: int) -> Array:
@@ -185,7 +179,6 @@ class PtxProgram(PtxSession):
         return result
 
     def next_in(self, queue: object, thread: int) -> AsyncAccess:
-        """Return the next access of ``thread`` in a queue."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)
 
@@ -205,10 +198,7 @@ def _touch(
     bits: Array | None = None,
     constant: bool = False,
 ) -> Array:
-    """Report an access to observers; return its offsets. ``constant``: all threads store the same value.
-
-    ``bits``: the stored bits; the memory may already hold them.
-    """
+    """Report an access to observers; return its offsets. ``constant``: all threads store the same value."""
     program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
@@ -319,10 +309,7 @@ def _build(instruction: Instruction) -> Action:
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Convert an address. Generic addresses of shared and local memory are addresses of this process.
-
-    Other addresses stay as they are.
-    """
+    """Convert an address. Generic addresses of shared and local memory are this process's."""
     back = instruction.flag("to")
     shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
     instruction.choose("global", "const", "param", "param::entry", "param::func")
@@ -432,7 +419,6 @@ def _start(instruction: Instruction) -> Action:
 
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
-    """Report loads from the destination of a copy that the loading thread has not waited for."""
     program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():

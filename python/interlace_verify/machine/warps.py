@@ -35,10 +35,7 @@ def _ballot(lanes: Array) -> Array:
 
 
 def complete(step: Instruction, threads: Threads, there: Array) -> bool:
-    """Return whether every lane in the member masks of the lanes that are ``there`` has arrived.
-
-    All lanes are members if ``step`` names none. A last warp that is not whole needs only its real lanes.
-    """
+    """Return whether all lanes in the member masks of the lanes that are ``there`` have arrived."""
     lanes = there.reshape(-1, WARP)
     named = of_warps(threads, (step.members or EVERYBODY)(threads))
     wanted = np.bitwise_or.reduce(np.where(lanes, named, np.uint32(0)), axis=1)
@@ -104,11 +101,9 @@ _MODES: dict[str, Callable[[Array, Array], Array]] = {
 @builds("shfl")
 def build_shuffle(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    mode = instruction.choose(*_MODES)
+    mode = instruction.require("the mode", _MODES)
     kind = instruction.take_type(("b32",))
     instruction.finish(5)
-    if mode is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _MODES)
     move = _MODES[mode]
     write, tell = _targets(instruction, kind)
     reads = [instruction.reader(each, kind) for each in instruction.operands[1:4]]
@@ -133,7 +128,6 @@ def build_shuffle(instruction: Instruction) -> Action:
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
-    """Report lanes that read a lane which takes no part."""
     if absent.any() and threads.session.hooks.observed:
         thread = int(np.flatnonzero(absent)[0])
         lane = int(source.ravel()[thread])
@@ -148,12 +142,10 @@ _VOTES = ("ballot", "all", "any", "uni")
 @builds("vote")
 def build_vote(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    form = instruction.choose(*_VOTES)
+    form = instruction.require("the mode", _VOTES)
     ballot = form == "ballot"
     kind = instruction.take_type(("b32",) if ballot else ("pred",))
     instruction.finish(3)
-    if form is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _VOTES)
     write = instruction.writer(instruction.operands[0], kind)
     read = instruction.reader(instruction.operands[1], PREDICATE)
 
@@ -201,7 +193,6 @@ def build_active_mask(instruction: Instruction) -> Action:
 
 @builds("elect")
 def build_election(instruction: Instruction) -> Action:
-    """Elect the lowest lane of those that take part."""
     instruction.flag("sync")
     instruction.finish(2)
     write, tell = _targets(instruction, _WORD)

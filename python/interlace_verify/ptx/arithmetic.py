@@ -1,7 +1,6 @@
-"""PTX within registers: arithmetic, shifts, counts and comparisons.
+"""PTX within registers: arithmetic, shifts, counts and comparisons. Results are exact, rounded once.
 
-One builder per mnemonic turns an instruction into an action. Results are exactly the instruction's, rounded
-once. Rounding other than to nearest even is only implemented for fp32.
+Rounding other than to nearest even is only implemented for fp32.
 """
 
 import functools
@@ -58,7 +57,6 @@ def quotient(x: Array, y: Array) -> Array:
 
 
 def _spreading_larger(x: Array, y: Array) -> Array:
-    """Return the maximum, or nan if either is nan."""
     return np.where(np.isnan(x) | np.isnan(y), np.maximum(x, y), larger(x, y))
 
 
@@ -174,7 +172,6 @@ def _then(function: Callable[..., Array], after: Callable[[Array], Array]) -> Ca
 
 
 def rectified(values: Array) -> Array:
-    """Replace negative numbers by zero."""
     return np.where((values > 0) | np.isnan(values), values, values.dtype.type(0))
 
 
@@ -184,8 +181,6 @@ def _between_0_and_1(values: Array) -> Array:
 
 
 def _of_magnitudes(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Apply ``function`` to magnitudes, and give the result the sign of the product."""
-
     def compute(x: Array, y: Array) -> Array:
         sign = np.where(np.signbit(x) ^ np.signbit(y), x.dtype.type(-1), x.dtype.type(1))
         return np.copysign(function(np.abs(x), np.abs(y)), sign)
@@ -228,7 +223,6 @@ def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
 
 
 def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:
-    """Apply ``function`` to each of the two numbers in a register."""
     register = np.dtype(f"u{kind.bits // 4}").type
 
     def compute(*given: Array) -> Array:
@@ -246,7 +240,6 @@ def halves(bits: Array, kind: ScalarType) -> Array:
 
 
 def flushed(values: Array) -> Array:
-    """Replace subnormal numbers by zero."""
     zero = np.copysign(values.dtype.type(0), values)
     return np.where(np.abs(values) < SMALLEST_NORMAL, zero, values)
 
@@ -492,7 +485,6 @@ def _field(kind: ScalarType, value: Array, start: Array, length: Array) -> Array
 
 
 def _insert_bits(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
-    """Insert the lowest ``length`` bits of one number into another from ``start`` on."""
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     one, most = kind.stored.type(1), np.uint32(kind.bits)
     field = np.left_shift(one, np.minimum(length, most).astype(kind.stored)) - one
@@ -502,7 +494,6 @@ def _insert_bits(kind: ScalarType, low: Array, into: Array, start: Array, length
 
 
 def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
-    """Return a mask of ``length`` ones from ``start`` on."""
     first, count = (each.astype(np.uint64) for each in (start, length))
     if bound != "clamp":
         first, count = first & np.uint64(31), count & np.uint64(31)
@@ -527,7 +518,6 @@ def _permute(kind: ScalarType, mode: str | None, low: Array, high: Array, select
 
 
 def ones(value: Array) -> Array:
-    """Count the bits that are 1."""
     value = np.asarray(value)
     octets = value.reshape(-1, 1).view(np.uint8)
     return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)

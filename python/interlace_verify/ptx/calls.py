@@ -1,11 +1,8 @@
 """PTX that branches by index or calls functions outside its text: ``call (result), name, (arguments);``.
 
-Arguments are registers, or parameters in the memory of the threads. The called functions are code of this
-process. A device function in :data:`FUNCTIONS` takes numbers and returns a number or None. It acts for the
-running program, so threads with the same arguments share a call. A function in :data:`TOGETHER` is called
-once for all threads that come to it together. A C function is called once for each thread.
-``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
-standard output at once. ``__assertfail`` ends the run with the source's message.
+The called functions are code of this process. A device function in :data:`FUNCTIONS` takes numbers and
+returns a number or None; threads with the same arguments share a call. A function in :data:`TOGETHER` is
+called once for all threads that come to it together, a C function once for each thread.
 """
 
 import ctypes

@@ -1,22 +1,13 @@
 """Inline PTX in the interpreter, for texts that do not make a program's threads differ.
 
-``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs
+``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs n times, one after the
+other, on a tensor of n elements. On scalars it runs once, by one thread that stands for all; all know what
+it acquires. A text by which threads act differently or together is refused: its kernel must be compiled
+(``programs/choice.py``).
 
-=========================  =======================================================================
-on a tensor of n elements  n times, one after the other
-on scalars                 once, by one thread that stands for all; all know what it acquires
-=========================  =======================================================================
-
-If threads act differently or together, or if their number matters, the kernel must be compiled
-(``programs/choice.py``). Such a text is refused here.
-
-A text is built once: ``parser.py`` parses its instructions, and the file for each kind of instruction turns
-them into actions. An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that
-names it, before any of the text has run.
-
-Operands are tensors that go into registers ``$0``, ``$1``, ... and back. One execution of the text takes
-``pack`` elements of every argument. Elements of less than 32 bits share registers, the first in the lowest
-bits; a constraint's letter is the width of its register.
+An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that names it, before any
+of the text has run. One execution takes ``pack`` elements of every argument. Elements of less than 32 bits
+share registers, the first in the lowest bits; a constraint's letter is the width of its register.
 """
 
 import functools
@@ -32,10 +23,7 @@ from interlace.runtime.core.errors import InlineAssemblyError
 from interlace.runtime.places.sim.choice import by_threads
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.calls import CALLS
-from interlace_verify.ptx.instruction import (
-    Instruction,
-    Register,
-)
+from interlace_verify.ptx.instruction import Instruction, Register
 from interlace_verify.ptx.memory import MEMORY
 from interlace_verify.ptx.moves import MOVES
 from interlace_verify.ptx.parser import Parser
@@ -160,12 +148,9 @@ def _build(asm: str, constraints: str) -> _Statement:
 
 
 class InlineAssembly(PtxSession):
-    """``tl.inline_asm_elementwise`` of one session."""
-
     def create(
         self, asm: str, constraints: str, values: Any, types: object, is_pure: bool, pack: int
     ) -> Any:
-        """Run the text and return its results in Triton's form."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
         groups = statement.operands.arguments(values, shape, pack, statement.kinds)
@@ -178,7 +163,6 @@ class InlineAssembly(PtxSession):
 
 
 def _run(statement: _Statement, thread: Threads) -> None:
-    """Run a text for one element, or for all threads."""
     steps, registers, hooks = statement.steps, thread.registers, thread.session.hooks
     index, count = 0, len(steps)
     while index < count:

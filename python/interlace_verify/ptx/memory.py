@@ -221,10 +221,7 @@ def pointers_of(
     *,
     base: int = -1,
 ) -> Any:
-    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``.
-
-    ``base``: the slot of the register that the addresses are computed from; they get its origin.
-    """
+    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``."""
     handle = unchecked_handle(addresses, _pointer_types[kind.name])
     if (origin := threads.session.origins.get(base)) is not None:
         handle.dtype = with_origin(handle.dtype, origin)
@@ -252,7 +249,6 @@ def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
 
 
 def put(pointers: Handle, value: Handle, mask: Handle) -> None:
-    """Store to memory at once."""
     atomics.store(pointers.data, value.data, mask.data)
 
 
@@ -276,7 +272,6 @@ def build_access(instruction: Instruction) -> Action:
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
-    """Take the ordering of a load or a store, as :func:`take_ordering` does."""
     strongest = "acquire" if instruction.mnemonic == "ld" else "release"
     return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
 
@@ -336,7 +331,6 @@ def loading(
 def storing(
     instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
 ) -> Action:
-    """Build a store of each of ``parts`` to every address."""
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
@@ -434,9 +428,7 @@ def build_atomic(instruction: Instruction) -> Action:
     scope, shared = SCOPES[instruction.choose(*SCOPES) or "gpu"], take_space(instruction)
     take_cache_hints(instruction)
     known = list(_OPERATIONS) if returns else list(_OPERATIONS)[:-2]
-    name = instruction.choose(*known)
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
+    name = instruction.require("the operation", known)
     vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
     instruction.finish(2 + returns + (name == "cas"))
     target, *given = instruction.operands[returns:]
@@ -591,9 +583,7 @@ def build_multimem(instruction: Instruction) -> Action:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
     sem, scope = take_ordering(instruction, *_ORDERINGS[form])
     take_global(instruction)
-    name = instruction.choose(*_AT_ALL_RANKS) if form != "st" else "add"
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _AT_ALL_RANKS)
+    name = instruction.require("the operation", _AT_ALL_RANKS) if form != "st" else "add"
     reduce, kinds = _AT_ALL_RANKS[name]
     instruction.choose("acc::f32", "acc::f16")
     vector = instruction.choose("v2", "v4", "v8")
@@ -618,7 +608,6 @@ def build_multimem(instruction: Instruction) -> Action:
             ) from None
 
     def addresses(threads: Threads) -> list[Array]:
-        """Return the addresses of the access in every rank's memory, by rank."""
         by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
         return [np.array(each, np.uint64) for each in by_rank]  # a layout that atomics accept
 

@@ -222,7 +222,6 @@ def _build_packed(
 
 
 def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
-    """Return the format, the count, and the type of the register."""
     match = _PACKED.fullmatch(name)
     assert match is not None
     form, count = FORMATS[match[1]], int(match[2])

@@ -1,15 +1,12 @@
 """PTX as text: the declarations of a module, and the instructions of a kernel and of functions it calls.
 
 Blocks in braces have their own names, as in PTX, and may use a label or register of an outer block. A
-vector, or a register of 128 bits, is several registers; as an operand it is registers in braces. Branches
-hold the index of their target instruction.
+vector, or a register of 128 bits, is several registers; as an operand it is registers in braces.
 
 A function's instructions are inlined at the call, with their own registers. Instead of a return they
 continue after the call. The parameters are the caller's, so nothing is copied. The function's memory lies
-above the caller's memory, at the same place as the memory of the next called function.
-
-Names, scopes and labels are resolved. A body is parsed only when a kernel needs it, so a module may contain
-much that is not known here.
+above the caller's memory, at the same place as the memory of the next called function. A body is parsed
+only when a kernel needs it, so a module may contain much that is not known here.
 """
 
 import math
@@ -45,10 +42,7 @@ _ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable. ``nbytes`` is None if the text leaves the size open; ``initial`` has its values as texts.
-
-    ``extern``: another text defines it.
-    """
+    """A variable. ``nbytes``: None if the text leaves it open. ``extern``: another text defines it."""
 
     name: str
     space: str
@@ -259,8 +253,6 @@ _END, _BEHIND = "<end>", "<behind>"  # labels: the end of a text, and after a ca
 
 
 class _Names(NamedTuple):
-    """The names that are known at the present position."""
-
     registers: ChainMap[str, Register]
     symbols: ChainMap[str, Symbol]
     labels: ChainMap[str, int]
@@ -413,7 +405,6 @@ class Parser:
         return register
 
     def _room(self, variable: Variable) -> Symbol:
-        """Reserve a variable in the memory of a thread."""
         if variable.nbytes is None:
             raise self._error(f"'{variable.name}' has no size")
         offset = -(-self._top // variable.align) * variable.align
@@ -503,10 +494,7 @@ class Parser:
     def _bound(
         self, call: Instruction, function: PtxFunction
     ) -> tuple[dict[str, Register], dict[str, Symbol], list[str], list[str]]:
-        """Return the registers and symbols that stand for a function's parameters, by name.
-
-        Also return the instructions that fill copies of arguments, and the ones that pass on results.
-        """
+        """Return a function's parameters by name, and moves that fill them and that return results."""
         results, _, arguments = call_parts(call)
         names = self._names
         registers: dict[str, Register] = {}

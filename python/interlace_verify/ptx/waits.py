@@ -133,7 +133,7 @@ def _of_a_cluster(instruction: Instruction) -> Action:
 
 
 def _nothing(threads: Threads) -> None:
-    """Do nothing, as there is nothing to wait for."""
+    """There is nothing to wait for."""
 
 
 _NOTHING_TO_WAIT_FOR = {

@@ -122,10 +122,6 @@ class Agent:
             return False
         return any(time <= end <= known[component] for end in self.ends)
 
-    def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
-        """Note that the agent or one ``thread`` of it has read the value of ``word`` after ``writes``."""
-        self.observed[word, thread] = writes
-
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
         return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
@@ -140,10 +136,7 @@ class Agent:
         return times
 
     def barrier(self, threads: Lanes = None) -> None:
-        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest.
-
-        A mark of several threads has the time of one of them, which is compared with the others' times.
-        """
+        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest."""
         times, those = self.own[0], slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
         times[those] = times[those].max()
@@ -219,16 +212,14 @@ class Agent:
         own[:, threads] = np.maximum(own[:, threads], self.own[:, threads])
         return clock
 
-    def known_by(self, thread: int) -> Numbers:
-        return join_clocks(self.acquired.get(thread), self.clock)
-
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
         """Return the clock that ``thread`` releases: other threads' accesses before the last barrier.
 
         If several threads whose numbers are not known release (LANES), each covers only its own accesses.
         """
         covered: Any = [] if thread == LANES and not self.threads else thread
-        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else covered)
+        known = join_clocks(self.acquired.get(thread), self.clock).copy()
+        return self._put_own(known, slice(None) if all_threads else covered)
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Advance the times of ``threads``, because the release does not cover later accesses."""
@@ -308,10 +299,7 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
 
 
 class Seen(NamedTuple):
-    """A word at ``address``, written at one site and read at another.
-
-    ``time``: the times of the writer's components at the write; ``known``: the writer's clock then.
-    """
+    """A word, written at one site at ``time`` and read at another. ``known``: the writer's clock then."""
 
     address: int
     size: int
@@ -319,10 +307,6 @@ class Seen(NamedTuple):
     seen: int
     time: Numbers
     known: Numbers
-
-    def is_behind(self, component: int, time: int) -> bool:
-        """Return whether the writer, a third agent, knew what ``component`` did at ``time``."""
-        return component < len(self.known) and time <= self.known[component]
 
 
 class SignalLog:
@@ -368,8 +352,8 @@ class SignalLog:
             written = seen.time[(component - first.first) % first.components]
             return seen if time <= written else None
         others = (each for (reader, _), each in self._seen.items() if reader == second.number)
-        return next((each for each in others if each.is_behind(component, time)), None)
+        behind = (e for e in others if component < len(e.known) and time <= e.known[component])
+        return next(behind, None)
 
     def writers(self, address: int) -> int:
-        """Return the number of agents that have written the word."""
         return len(self._written[address])

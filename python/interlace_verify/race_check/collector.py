@@ -69,7 +69,6 @@ class PresentAccess(NamedTuple):
 
     @property
     def numbers(self) -> Any:
-        """The numbers of its cells."""
         cells = self.cells
         return range(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
@@ -214,7 +213,6 @@ class Collector(Observer):
     def _of_one_instruction(
         self, site: int, addresses: Numbers, threads: Numbers, bits: Numbers
     ) -> None:
-        """Report that ``threads`` store different ``bits`` to one address, if they do."""
         if (addresses[1:] > addresses[:-1]).all():  # the usual case
             return
         order = np.argsort(addresses, kind="stable")
@@ -321,7 +319,6 @@ class Collector(Observer):
         return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
 
     def _lengthened(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with an entry for every component."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 

@@ -1,9 +1,7 @@
 """Reports of the race check: accesses, findings by their cause, and their text.
 
-A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
-replays the schedule in which they were seen. Detectors report every conflict of two accesses, for each
-element, program and schedule. This file counts the conflicts. Those with the same cause
-(:attr:`Finding.cause`), which one change mends, become one finding.
+Detectors report every conflict of two accesses, for each element, program and schedule. Those with the same
+cause (:attr:`Finding.cause`), which one change mends, become one finding.
 """
 
 import itertools
@@ -17,7 +15,7 @@ import numpy as np
 from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
-from interlace_verify.schedule_check.interleaving import Story
+from interlace_verify.schedule_check.interleaving import Story, in_words
 
 # The kinds of findings and their meanings.
 KINDS = {
@@ -196,10 +194,6 @@ class Finding:
         lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
-
-
-def in_words(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -390,12 +384,10 @@ def _kind_of(access: Access) -> str:
 
 
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
-    """Return ``finding`` with the note that it was also found on ``world_size`` ranks."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 
 def with_names(finding: Finding, memory: Allocations) -> Finding:
-    """Return ``finding`` with the names of the parts of ``memory``, the run's memory."""
     part, signal = memory.part(finding.memory, finding.offset), finding.signal
     if signal is not None:
         signal = replace(signal, part=memory.part(signal.memory, signal.offset))

@@ -1,12 +1,7 @@
 """The race detector: vector clocks over everything that a simulated run does.
 
 An *agent* is a program of a kernel, a stream, or the user code of a rank, which counts as its current
-stream. Every agent has two clock components, because a program is many threads::
-
-    2 * agent       lanes: accesses by all threads, loads and stores of blocks
-    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
-
-A release passes on everything that its agent knows. It covers the agent's own lanes only up to
+stream. A release passes on everything that its agent knows. It covers the agent's own lanes only up to
 the last barrier, because Triton puts no ``bar.sync`` between a store and a release. These order accesses::
 
     program order                          of each component; between them, from a barrier on
@@ -47,12 +42,7 @@ from interlace_verify.race_check.collector import (
     does_of,
     stream_atomic,
 )
-from interlace_verify.race_check.shadow import (
-    WRITES,
-    Conflict,
-    KnownTimes,
-    byte_ranges,
-)
+from interlace_verify.race_check.shadow import WRITES, Conflict, KnownTimes, byte_ranges
 
 Conflicts = Iterable[Conflict]
 
@@ -353,7 +343,8 @@ class Detector(Collector):
             strong = (
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
-            agent.observe(word, thread, {component: time for component, (time, _) in strong})
+            times = {component: time for component, (time, _) in strong}
+            agent.observed[word, thread] = times
         actor = access.actors if thread is None else thread
         mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
         component, time = agent.first + actor + mirror, int(agent.own[0, actor])

@@ -1,9 +1,8 @@
 """Shadow memory: the last accesses of every byte that a run touches, with their times.
 
-Memory consists of *segments*: symmetric allocations, the storages of tensors, and pages for all other
-memory. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as its smallest access needs. A cell
-holds the last store, and for each clock component the last load and the last atomic. A time is the clock
-value of the component; ``happens_before.py`` explains it.
+A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as its smallest access needs. A cell holds the
+last store, and for each clock component the last load and the last atomic. A time is the clock value of the
+component; ``happens_before.py`` explains it.
 """
 
 import ctypes
@@ -63,7 +62,6 @@ class KnownTimes:
         self.constant = -1  # a site where all threads store the same value
 
     def _behind(self, clock: Numbers, marks: Numbers) -> Any:
-        """Return which of the marks ``clock`` does not include."""
         component, time, extra = marks["component"], marks["time"], marks["extra"]
         late = time > clock[component]
         several = (extra & SEVERAL) != 0
@@ -129,7 +127,6 @@ class ShadowSegment:
         return slice(first // self.cell, -(-last // self.cell))
 
     def cells(self, addresses: Numbers, size: int) -> Index:
-        """Return the cells of elements of ``size`` bytes."""
         if len(addresses) == 1:
             low = int(addresses[0])
             return self.range(low, low + size)
@@ -154,7 +151,6 @@ class ShadowSegment:
     # -- conflicts with the present access, which knows the times in ``known`` ---------------------
 
     def unordered_store(self, index: Index, known: KnownTimes) -> list[Conflict]:
-        """Return stores of others that the present access does not come after."""
         written = self.written[index]
         writer, sites = written["component"], written["site"]
         bad = known.lacks(written)
@@ -210,12 +206,10 @@ class ShadowSegment:
         return index.start + positions if isinstance(index, slice) else index[positions]
 
     def bytes_of(self, cells: Numbers) -> Numbers:
-        """Return the offsets of all bytes of cells."""
         offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
         return offsets[offsets < self.end - self.base]
 
     def elements(self, offset: int, cells: int, size: int) -> int:
-        """Return the number of elements of ``size`` bytes in ``cells`` cells from ``offset`` on."""
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
     def note_store(self, index: Index, component: object, time: object, site: int) -> None:
@@ -237,10 +231,7 @@ class ShadowSegment:
         extra: int = 0,
         known: KnownTimes | None = None,
     ) -> None:
-        """Note loads or atomics of one component, or of several threads, which have one mark in a cell.
-
-        ``extra``: further bits of the mark. ``known``: the times that the access comes after.
-        """
+        """Note loads or atomics of one component, or of several threads, which have one mark in a cell."""
         several = known is not None and known.own is not None
         key = known.agent.first if known is not None and several else components
         if key not in marks:
@@ -281,7 +272,7 @@ class ShadowSegment:
 
 
 class ShadowMemory:
-    """All segments, by address."""
+    """All segments: symmetric allocations, storages of tensors, and pages for all other memory."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -301,7 +292,6 @@ class ShadowMemory:
         return segment is not None and segment.symmetric
 
     def remove(self, low: int, high: int) -> None:
-        """Forget segments that overlap ``[low, high)``."""
         first = max(0, bisect_right(self._bases, low) - 1)
         for base in self._bases[first : bisect_left(self._bases, high)]:
             if self._segments[base].end > low:
@@ -309,7 +299,6 @@ class ShadowMemory:
                 del self._segments[base]
 
     def at(self, address: int) -> ShadowSegment | None:
-        """Return the segment that has this address."""
         position = bisect_right(self._bases, address) - 1
         segment = self._segments[self._bases[position]] if position >= 0 else None
         return None if segment is None or address >= segment.end else segment

@@ -95,7 +95,7 @@ def _join(one: Step, other: Step) -> Step | None:
     behind = int(found[4]) == int(last[4]) + one.nbytes
     if not behind or found.group(1, 3, 5) != last.group(1, 3, 5):
         return None
-    text = f"{last[1]}{_elements(int(last[2]) + int(found[2]))}{last[3]}{last[4]}{last[5]}"
+    text = f"{last[1]}{in_words(int(last[2]) + int(found[2]))}{last[3]}{last[4]}{last[5]}"
     return one._replace(text=text, nbytes=one.nbytes + other.nbytes)
 
 
@@ -174,7 +174,7 @@ class Storyteller(Observer):
         if place is not None:
             size = pointers.get_element_ty().primitive_bitwidth // 8
             behind = bool((np.diff(addresses.astype(np.int64)) == size).all())
-            text = f"{verb} {_elements(len(addresses))} at {place}"
+            text = f"{verb} {in_words(len(addresses))} at {place}"
             nbytes, span = len(addresses) * size * behind, _words(addresses, size)
             writes = verb == "stores"
             self._note(task, text, program_lines(), nbytes=nbytes, span=span, writes=writes)
@@ -185,7 +185,7 @@ class Storyteller(Observer):
     def on_visible(self, task: Task, address: int, elements: int, nbytes: int) -> None:
         place = self._memory.find(address)
         if place is not None:
-            text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
+            text = f"{in_words(elements)} at {place}, stored by {task.name}: visible now"
             step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
             self._add(step, _words([address], nbytes), writes=True)
 
@@ -256,5 +256,5 @@ def _enqueued_at(task: Task) -> tuple[SourceText, ...]:
     return (task.owner.running,) if task.owner is not None else ()
 
 
-def _elements(count: int) -> str:
-    return f"{count} elements" if count > 1 else "1 element"
+def in_words(count: int, what: str = "element") -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -197,7 +197,6 @@ def _torch_of_a_gpu() -> Iterator[None]:
 
 
 def _is_own(module: types.ModuleType) -> bool:
-    """Return whether a module belongs to the checked files and not to a library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
     inside = any(path.is_relative_to(each) for each in libraries)

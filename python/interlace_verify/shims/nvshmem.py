@@ -48,7 +48,6 @@ _BLOCK = tl.constexpr(128)
 
 @triton.jit
 def address_of(pointer):
-    """Return a pointer of any type, or an integer, as a number."""
     return pointer.to(tl.int64, bitcast=True)
 
 
@@ -181,7 +180,6 @@ def _store_by_block(dest, source, bytes, pe):
 
 @triton.jit
 def putmem(dest, source, bytes, pe, qp_id=0):
-    """As :func:`putmem_block`, by each calling thread."""
     _put_begins()
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _put_ends()
@@ -189,7 +187,6 @@ def putmem(dest, source, bytes, pe, qp_id=0):
 
 @triton.jit
 def putmem_warp(dest, source, bytes, pe):
-    """As :func:`putmem_block`, by the 32 threads of each calling warp."""
     _put_begins()
     _store_by_warp(dest, source, bytes, pe)
     _put_ends()
@@ -215,13 +212,11 @@ def getmem_block(dest, source, bytes, pe):
 
 @triton.jit
 def getmem(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by each calling thread."""
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, 0, 1)
 
 
 @triton.jit
 def getmem_warp(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by the 32 threads of each calling warp."""
     _sync_warp()
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, _thread() % 32, 32)
     _sync_warp()
@@ -277,7 +272,6 @@ def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each calling thread."""
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _order_put()
     signal_op(sig_addr, signal, sig_op, pe)
@@ -285,7 +279,6 @@ def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal_warp(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each calling warp."""
     _store_by_warp(dest, source, bytes, pe)
     _order_put()
     if _thread() % 32 == 0:
@@ -298,7 +291,6 @@ putmem_signal_nbi_warp = putmem_signal_warp
 
 @triton.jit
 def compares(seen, cmp, value):
-    """Return whether ``seen`` compares with ``value`` as NVSHMEM's comparison ``cmp`` says."""
     return (
         ((cmp == 0) & (seen == value))
         | ((cmp == 1) & (seen != value))
@@ -373,14 +365,12 @@ sync_all_block = sync_all_warp = sync_all
 
 @triton.jit
 def team_n_pes(team):
-    """Return the number of ranks of ``team``."""
     given = [tl.full((), team, tl.int32)]
     return ptx("call ($0), nvshmem_team_n_pes, ($1);", given, is_pure=True)
 
 
 @triton.jit
 def team_translate_pe(src_team, pe_in_src_team, dest_team):
-    """Return the number in ``dest_team`` of a rank of ``src_team``."""
     return tl.full((), pe_in_src_team, tl.int32) + 0 * (
         team_n_pes(src_team) + team_n_pes(dest_team)
     )
@@ -388,7 +378,6 @@ def team_translate_pe(src_team, pe_in_src_team, dest_team):
 
 @triton.jit
 def team_my_pe(team):
-    """Return the calling rank's number in ``team``."""
     return team_translate_pe(NVSHMEM_TEAM_WORLD, my_pe(), team)
 
 
@@ -402,7 +391,6 @@ def remote_mc_ptr(team, ptr):
 
 @triton.jit
 def barrier(team):
-    """Do :func:`barrier_all` for the ranks of ``team``."""
     team_n_pes(team)
     barrier_all()
 
@@ -411,7 +399,6 @@ barrier_block = barrier_warp = team_sync_block = team_sync_warp = barrier
 
 
 def team_size(team: int) -> int:
-    """Return the number of ranks of ``team``. ValueError for an unknown team."""
     if team not in (0, 1, 2):
         raise ValueError(
             "team must be NVSHMEM_TEAM_WORLD (0), NVSHMEM_TEAM_SHARED (1) or NVSHMEMX_TEAM_NODE (2), got "

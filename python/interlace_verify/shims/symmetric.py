@@ -21,10 +21,7 @@ _meetings: dict[Place, Place] = {}
 def ptx(
     text: Any, values: Any = (), dtype: Any = tl.int32, is_pure: Any = False, _semantic: Any = None
 ) -> Any:
-    """Return each thread's results of a piece of PTX, in compiled and in interpreted kernels.
-
-    Results, of one ``dtype`` or of several, are the first operands $0, $1, ...; then come ``values``.
-    """
+    """Return each thread's results of a piece of PTX: its operands $0, $1, ...; then come ``values``."""
     known = {} if _semantic is None else {"_semantic": _semantic}
     kinds = tl.core._unwrap_if_constexpr(dtype)
     results = kinds if isinstance(kinds, (tuple, tl.tuple)) else [kinds]
@@ -45,7 +42,6 @@ def run_ptx(text: object, values: object = (), _semantic: object = None) -> None
 
 
 def _letter(kind: Any) -> str:
-    """Return inline PTX's constraint letter for registers of type ``kind``."""
     if kind.is_ptr():
         return "l"
     bits = kind.primitive_bitwidth
@@ -68,7 +64,6 @@ def my_pe():
 
 @triton.jit
 def n_pes():
-    """Return the number of ranks."""
     return ptx("call ($0), nvshmem_n_pes, ();", is_pure=True)
 
 

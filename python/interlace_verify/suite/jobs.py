@@ -35,9 +35,10 @@ from interlace_verify.lint_check.check import (
 )
 from interlace_verify.protocols.patterns import PATTERNS, explore_pattern
 from interlace_verify.race_check.check import races
-from interlace_verify.race_check.findings import Finding, RaceReport, in_words, on_more_ranks
+from interlace_verify.race_check.findings import Finding, RaceReport, on_more_ranks
 from interlace_verify.schedule_check import parallel
 from interlace_verify.schedule_check.check import ScheduleReport, schedules
+from interlace_verify.schedule_check.interleaving import in_words
 from interlace_verify.shims.imports import calls_a_shim, needed_for
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -111,8 +112,6 @@ class JobResult:
 
 
 class Job(NamedTuple):
-    """One check of one function on one world size, or of one protocol."""
-
     subject: str
     check: str
     variant: str
@@ -175,7 +174,6 @@ def _jobs(
 
 
 def protocol_jobs(plan: CheckPlan) -> list[Job]:
-    """Return all interleavings of the patterns of ``kernels/signal.py``."""
     ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
     text = f"{ranks} ranks, {rounds} rounds"
     return [
@@ -334,7 +332,6 @@ def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
 
 
 def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
-    """Return the entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
     return one_of_each(chosen) if plan.quick else chosen

@@ -1,8 +1,4 @@
-"""``interlace bench``: time an op or your own kernel, check it, and compare it with baselines.
-
-``interlace/benchmark/`` measures. This file reads the options and runs one size after another, on ranks
-that it starts or on the ranks of ``torchrun``. Rank 0 prints the table, the JSON and the plot.
-"""
+"""``interlace bench``: time an op or your own kernel, check it, and compare it with baselines."""
 
 import itertools
 import json
@@ -104,9 +100,7 @@ class BenchOptions(CommandOptions):
         None, metavar="ROWS", help="all rows of a fused op; a list or range like --sizes"
     )
     n: str | None = option(
-        None,
-        metavar="COLUMNS",
-        help="columns of a rank's weight of a fused op; heads of attention",
+        None, metavar="COLUMNS", help="columns of a rank's weight of a fused op; heads of attention"
     )
     k: str | None = option(
         None,
@@ -173,7 +167,6 @@ def under_torchrun() -> bool:
 
 
 def place_of(options: BenchOptions) -> str:
-    """Return the place of the ranks, as far as the options say."""
     return options.place or ("cuda" if torch.cuda.is_available() else "shm")
 
 
@@ -184,7 +177,6 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 
 def requests_of(options: BenchOptions) -> list[BenchRequest]:
-    """Return a request per size. Raise ValueError if options do not fit together."""
     target = options.target
     if "::" not in target and target not in OPS:
         known = ", ".join(OPS)
@@ -237,7 +229,6 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
 
 
 def world_size_of(options: Any) -> int:
-    """Return the number of ranks. Raise ValueError if it is not possible."""
     asked = options.world_size
     if under_torchrun():
         actual = int(os.environ["WORLD_SIZE"])
@@ -265,7 +256,6 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 
 
 def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
-    """Return the options besides sizes, in the form that the op's class takes."""
     kind = OPS.get(options.target)
     known = kind.settings if kind is not None else ()
     found: list[tuple[str, int | str]] = []
@@ -283,7 +273,6 @@ def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
 
 
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
-    """Return the sizes, as fields of a request."""
     texts = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
     kind = OPS.get(options.target)  # None for the user's own kernel
     lists = {}
@@ -398,7 +387,6 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
 
 
 def notes(results: Sequence[SizeResult]) -> list[str]:
-    """Return notes that a reader of the results needs, each once."""
     found = []
     for result in results:
         sizes = result.sizes
@@ -424,7 +412,6 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
 
 
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
-    """Write everything: options, machine, protocol, all blocks of all rows."""
     document = {
         "interlace": interlace.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -448,7 +435,6 @@ def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Size
 
 
 def times(results: Sequence[SizeResult]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Return the medians of the measurements, for bars."""
     measured = [result for result in results if result.rows]
     return [(r.label, [(row.name, row.microseconds.median) for row in r.rows]) for r in measured]
 
@@ -516,7 +502,6 @@ def bench(console: Any, options: BenchOptions) -> int:
 
 
 def _prints() -> bool:
-    """Return whether this process prints and writes."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -569,10 +554,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
 
 @contextmanager
 def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]]:
-    """Yield a list that gets the text of an AssertionError of the user's function, which means "wrong".
-
-    Any other exception becomes a RankError with its traceback. ``rank``: the rank of this process, or None.
-    """
+    """Yield a list that gets the text of an AssertionError of the user's function, which means "wrong"."""
     problems: list[str] = []
     try:
         yield problems

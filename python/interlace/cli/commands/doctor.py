@@ -31,7 +31,6 @@ class DoctorOptions(CommandOptions):
 
 
 def collect() -> MachineFacts:
-    """Return facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
     facts["places"] = judge_places(facts)
     return facts
@@ -149,7 +148,6 @@ def doctor(console: Any, options: DoctorOptions) -> int:
 
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    """Return facts about the machine as (name, text)."""
     versions, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"

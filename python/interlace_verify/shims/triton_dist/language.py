@@ -34,13 +34,11 @@ __getattr__ = missing.of("triton_dist.language")
 
 @triton.jit
 def rank(axis=-1):
-    """Return the rank that runs this program."""
     return my_pe()
 
 
 @triton.jit
 def num_ranks(axis=-1):
-    """Return the number of ranks."""
     return n_pes()
 
 

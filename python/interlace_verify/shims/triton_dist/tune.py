@@ -10,10 +10,7 @@ import torch
 def autotune(
     config_space: Sequence[dict[str, Any]], key_fn: Any, prune_fn: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call a function with the first of ``config_space``, as the real one does with ``autotune=False``.
-
-    Configurations that ``prune_fn`` rejects for the arguments are skipped.
-    """
+    """Call a function with the first configuration that ``prune_fn`` does not reject for the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -18,8 +18,6 @@ from interlace_verify.shims.symmetric import ptx, run_ptx
 
 
 class VectorType(core.base_type):  # type: ignore[misc]
-    """The type of ``count`` numbers of type ``scalar``."""
-
     def __init__(self, scalar: Any, count: int) -> None:
         self.elem_type, self.vec_size = scalar, count
         self.name = f"{scalar}_v{count}"
@@ -61,8 +59,6 @@ def _by_number(name: str) -> Any:
 
 
 class ThreadVector(tl.tensor):  # type: ignore[misc]
-    """A vector of the numbers ``values``."""
-
     __triton_builtin__ = True
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -90,7 +86,6 @@ class ThreadVector(tl.tensor):  # type: ignore[misc]
     @core.builtin
     def to(self, dtype: Any, fp_downcast_rounding: object = None, bitcast: bool = False,
            _semantic: Any = None) -> "ThreadVector":  # fmt: skip
-        """Return each number as ``dtype``."""
         how = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
         return ThreadVector([v.to(dtype, **how, _semantic=_semantic) for v in self.values])
 
@@ -141,13 +136,11 @@ def _groups(words: Sequence[object], count: int) -> Iterator[Sequence[object]]:
 
 @core.builtin
 def make_vector(values: Any, _semantic: object = None) -> ThreadVector:
-    """Return the vector of some scalars."""
     return ThreadVector([*values])
 
 
 @core.builtin
 def zeros_vector(vec_size: object, dtype: object, _semantic: object = None) -> ThreadVector:
-    """Return ``vec_size`` zeros."""
     zero = tl.full((), 0, dtype, _semantic=_semantic)
     return ThreadVector([zero] * core._unwrap_if_constexpr(vec_size))
 
@@ -180,7 +173,6 @@ def ld_vector(
 def st_vector(
     ptr: Any, vec: ThreadVector, scope: object = "", semantic: object = "", _semantic: object = None
 ) -> None:
-    """Store the numbers of ``vec`` from ``ptr`` on, as :func:`ld_vector` loads them."""
     kind, count = ptr.dtype.element_ty, len(vec)
     if vec.dtype != kind:
         raise ValueError(f"vec must be of the type of ptr, {kind}, got {vec.dtype}")
@@ -202,10 +194,7 @@ def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
 
 
 class simt_exec_region:
-    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads.
-
-    Code in it is the code of a single thread, as all scalar code is here.
-    """
+    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads."""
 
     __triton_builtin__ = True
 
