@@ -91,6 +91,7 @@ def _scales(loaded, TILES: tl.constexpr):
 
 @triton.jit
 def _for_rows(scales, NUMBERS: tl.constexpr):
+    """Repeat ``[M, blocks]`` to ``[M, NUMBERS]``."""
     M: tl.constexpr = scales.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]
     repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, NUMBERS // BLOCKS))
@@ -99,6 +100,7 @@ def _for_rows(scales, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _for_columns(scales, NUMBERS: tl.constexpr):
+    """Repeat ``[blocks, N]`` to ``[NUMBERS, N]``."""
     BLOCKS: tl.constexpr = scales.shape[0]
     N: tl.constexpr = scales.shape[1]
     repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, NUMBERS // BLOCKS, N))
@@ -221,12 +223,14 @@ def packed_length(N, TILES: tl.constexpr):
 
 @triton.jit
 def packed_end(N, TILES: tl.constexpr):
+    """Return the bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
     return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
 
 
 @triton.jit
 def _step_bytes(TILES: tl.constexpr):
+    """Return the bytes of 128 numbers, and of their scales."""
     SCALE_BYTES: tl.constexpr = 4 if TILES.SCALE == "fp32" else 1
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
     return VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES

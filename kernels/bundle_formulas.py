@@ -103,6 +103,7 @@ def fitting(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> Any:
+    """Return a whole number or a list of them."""
     try:
         if isinstance(value, Iterable):
             return fitting(name, [one.__index__() for one in value])
@@ -153,11 +154,13 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
 
 
 def inputs(condition: str) -> list[str]:
+    """Return names of the numbers and lists in a condition."""
     words = condition.translate(str.maketrans("()", "  ")).split()
     return sorted({word for word in words if word.isidentifier()} - {"len", "max", "min"})
 
 
 def _after(v: Any, byte: int) -> int:
+    """Return the next multiple at which a region of data begins."""
     return ceil_div(byte, v.DATA_ALIGNMENT) * int(v.DATA_ALIGNMENT)
 
 

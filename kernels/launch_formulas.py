@@ -17,6 +17,7 @@ Line = list[int]
 
 
 def ceil_div(total: int, part: int) -> int:
+    """Return the number of parts of ``total``; the last may be short."""
     return -(-total // part)
 
 
@@ -51,6 +52,7 @@ def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -
 
 
 def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
+    """Return the data region of a gather: all ranks' rows."""
     return sum(rows) * row_bytes
 
 
@@ -63,6 +65,7 @@ def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk
 
 
 def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
+    """Return lines of a rank's sends, in order."""
     count = ceil_div(rows[rank], chunk_size)
     return [
         transfer_line(peer, rank, chunk, rows, chunk_size)
@@ -85,6 +88,7 @@ def arrival_lines(
 def chunk_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
 ) -> list[Line]:
+    """Return lines of ``all_gather_matmul_kernel``'s ``chunks``."""
     arrivals = arrival_lines(rank, world_size, rows, chunk_size, False)
     return numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
@@ -280,6 +284,7 @@ def key_lines(rows: Sequence[int]) -> list[Line]:
 
 
 def all_causal_spans(rows: Sequence[int]) -> list[Line]:
+    """``causal_spans`` of all ranks, one after another."""
     return [line for rank in range(len(rows)) for line in causal_spans(rank, rows)]
 
 

@@ -50,6 +50,7 @@ def _call(symbol, arguments, semantic):
 
 @core.extern
 def put_signal_nbi_block(destination, source, nbytes, signal, value, operation, pe, _semantic=None):
+    """Copy ``nbytes`` to ``destination`` of rank ``pe``, then set its word ``signal``; return at once."""
     addresses = [(destination, _I64), (source, _I64), (nbytes, _I64), (signal, _I64)]
     how = [(value, _I64), (operation, _I32), (pe, _I32)]
     return _call("nvshmemx_putmem_signal_nbi_block", addresses + how, _semantic)
@@ -57,16 +58,19 @@ def put_signal_nbi_block(destination, source, nbytes, signal, value, operation, 
 
 @core.extern
 def signal(signal, value, operation, pe, _semantic=None):
+    """Set the word ``signal`` of rank ``pe``; one signal per thread or lane."""
     arguments = [(signal, _I64), (value, _I64), (operation, _I32), (pe, _I32)]
     return _call("nvshmemx_signal_op", arguments, _semantic)
 
 
 @core.extern
 def wait_until(word, comparison, value, _semantic=None):
+    """Return when the own int64 ``word`` compares with ``value``, and data put before it has arrived."""
     arguments = [(word, _I64), (comparison, _I32), (value, _I64)]
     return _call("nvshmem_uint64_wait_until", arguments, _semantic)
 
 
 @core.extern
 def quiet(_semantic=None):
+    """Wait until all earlier puts have arrived."""
     return _call("nvshmem_quiet", [], _semantic)

@@ -189,6 +189,7 @@ def give_up(peers, source, slot_byte, epoch, seen, COMPILED_STORES: tl.constexpr
 
 @triton.jit
 def is_aborted(header):
+    """True if ABORT of ``header``, this rank's own, is set by now."""
     return tl.atomic_add(header + _ABORT, 0, sem="acquire", scope="sys") != 0
 
 

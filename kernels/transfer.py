@@ -34,11 +34,13 @@ def region_pointer(peers, peer, byte_offset, like_ptr):
 
 @triton.jit
 def data_pointer(workspace, peer, like_ptr):
+    """Point to ``peer``'s data region, with the type of ``like_ptr``."""
     return region_pointer(workspace, peer, workspace.data_offset, like_ptr)
 
 
 @triton.jit
 def table_line(table_ptr, number, COLUMNS: tl.constexpr):
+    """Load the numbers of one line of a table of int64."""
     line = table_ptr + number * COLUMNS
     values = (tl.load(line),)
     for column in tl.static_range(1, COLUMNS):

@@ -88,6 +88,7 @@ def _add_keys(acc, query, grad, key, value, lse, delta, low, high, scale, MASKED
 @triton.jit
 def _take_keys(acc, query, grad, lse, delta, reach, keys, values, stride, first_row, rows, position,
                scale, TILES: tl.constexpr):  # fmt: skip
+    """Add to ``acc`` the contribution of the keys of a run, in tiles like ``attend_run``."""
     first, start, stop, end = tiles_of_run(reach, rows, position, TILES)
     HEAD: tl.constexpr = TILES.HEAD_DIM
     SIZE: tl.constexpr = TILES.VALUE_DIM

@@ -46,6 +46,7 @@ _SHARD = tl.constexpr(SHARD_COLUMNS)
 @triton.jit
 def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_ptr, N, K, epoch,
                         TILES: tl.constexpr):  # fmt: skip
+    """Store this program's tiles of every rank's columns in that rank's workspace, and publish them."""
     rows = tl.load(shards_ptr + workspace.rank * _SHARD).to(tl.int32)
     tiles = tl.cdiv(rows, TILES.BLOCK_M) * tl.cdiv(N, TILES.BLOCK_N)
     whole = rows_operand(input.ptr, input.stride, K, TILES)
@@ -81,6 +82,7 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
 
 @triton.jit
 def _collect(workspace, output_ptr, shards_ptr, N, epoch, TILES: tl.constexpr):
+    """Copy this program's tiles that the other ranks have stored here into the output."""
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     arrived_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     for step in range(1, workspace.world_size):

@@ -53,6 +53,7 @@ def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return which of ``BLOCK`` elements of rows ``offs_m`` exist, for heads of ``SIZE``."""
     return (offs_m < rows)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
 
 
@@ -93,6 +94,7 @@ def key_head(heads, head):
 
 @triton.jit
 def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
+    """Point to the keys, and to the values, of a key head in the packed row at ``rows_ptr``."""
     line = (batch * heads.key_heads + of_head).to(tl.int64)
     values_ptr = rows_ptr + heads.batches * heads.key_heads * TILES.HEAD_DIM
     return rows_ptr + line * TILES.HEAD_DIM, values_ptr + line * TILES.VALUE_DIM
@@ -123,6 +125,7 @@ def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
 
 @triton.jit
 def reach_of(low, high, scale):
+    """Return the result of ``load_reach`` for rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 

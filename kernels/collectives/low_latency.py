@@ -51,6 +51,7 @@ def block_epoch(peers, epochs_offset, block):
 
 @triton.jit
 def _word_bytes(lot, world_size, source, WORDS: tl.constexpr):
+    """Return byte offsets of a block's words from ``source``, in every rank's memory."""
     block = lot.block.to(tl.int64)
     region = ((block * 2 + lot.epoch % 2) * world_size + source) * WORDS
     return lot.offset + (region + tl.arange(0, WORDS)) * 8
@@ -74,6 +75,7 @@ def load_units(pointer, index, units, UNIT: tl.constexpr):
 
 @triton.jit
 def store_units(pointer, index, units, words, UNIT: tl.constexpr):
+    """Store words like :func:`load_units` loads them."""
     if UNIT == 4:
         tl.store(pointer + index, words, mask=index < units)
     else:
@@ -105,6 +107,7 @@ def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: t
 
 @triton.jit
 def end_block(epoch_ptr, epoch, missing):
+    """End a block's op: store its epoch, negated if words are missing."""
     # A plain store: the block's next op is a later kernel of the stream, and no other program reads it.
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
 
@@ -151,12 +154,14 @@ def low_latency_all_gather_kernel(
 
 @triton.jit
 def half_of(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """Return one of two 16-bit numbers of a word, as fp32."""
     half = (word >> 16) & 0xFFFF if HIGH else word & 0xFFFF
     return half.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _bits(number, DTYPE: tl.constexpr):
+    """Return a 16-bit number's bits, in the lower half of a word."""
     return number.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 

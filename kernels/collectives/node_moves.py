@@ -50,6 +50,7 @@ _IN_FLIGHT = tl.constexpr(IN_FLIGHT_BYTES)
 
 @triton.jit
 def byte_pointer(peers, entry, byte_offset):
+    """Point to byte ``byte_offset`` of the buffer at table entry ``entry``."""
     return (tl.load(peers.peers_ptr + entry) + byte_offset).to(tl.pointer_type(tl.uint8))
 
 

@@ -35,6 +35,7 @@ _CHUNK = tl.constexpr(CHUNK_COLUMNS)
 
 @jit
 def _load(ring, workspace, input, weight, chunks, extents, N, K, TILES: gl.constexpr):
+    """Run the warp that loads."""
     epoch = current_epoch(workspace)
     LAYOUT: gl.constexpr = ring.a.type.layout
     BLOCK: gl.constexpr = [TILES.BLOCK_M, TILES.BLOCK_K]
@@ -73,6 +74,7 @@ def _multiply(ring, output, tiles, K, TILES: gl.constexpr):
 
 @jit
 def _store(output, output_ptr, chunks, N, TILES: gl.constexpr):
+    """Run the warp that stores."""
     place = 0
     phase = 0
     for chunk in range(chunks.count):

@@ -122,6 +122,7 @@ def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, row
 @triton.jit
 def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
                        TILES: tl.constexpr):  # fmt: skip
+    """Store this program's tiles of every owner's rows in the owner's workspace, and publish them."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rank = workspace.rank
@@ -209,6 +210,7 @@ def sum_tiles_kernel(workspace, epilogue, output_ptr, own_rows, N, AVERAGE: tl.c
 
 @triton.jit
 def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES: tl.constexpr):
+    """Store this program's tiles of the product in every rank's workspace, and publish them."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rank = workspace.rank

@@ -68,6 +68,7 @@ def _multiply(ring, output, tiles, K, TILES: gl.constexpr):
 
 @jit
 def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
+    """Run the warp that stores, and all accesses of this kernel that peers see."""
     epoch = current_epoch(workspace)
     rank = workspace.rank
     programs = gl.num_programs(0)

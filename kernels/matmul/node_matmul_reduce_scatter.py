@@ -152,11 +152,13 @@ def matmul_node_reduce_scatter_kernel(
 
 @triton.jit
 def tile_element(number, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first element of tile ``number`` among partial sums."""
     return tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N)
 
 
 @triton.jit
 def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return offsets of rows ``part * SLICE`` and on within a tile of partial sums."""
     rows = part * SLICE + tl.arange(0, SLICE)
     return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 

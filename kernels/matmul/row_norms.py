@@ -154,6 +154,7 @@ def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
 
 @triton.jit
 def normed(block, mean, deviation, TAIL: tl.constexpr):
+    """Return y of one block of ``load_blocks``, in fp32."""
     _, _, x, weight, bias = block
     y = (x.to(tl.float32) - mean[:, None]) * deviation[:, None]
     if TAIL.NORM_WEIGHT:
@@ -228,6 +229,7 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
 
 @triton.jit
 def _send(workspace, byte, like_ptr, offsets, tile, mask):
+    """Store a tile at ``offsets`` of the region of every peer that begins at ``byte``."""
     for step in range(1, workspace.world_size):
         peer = (workspace.rank + step) % workspace.world_size
         to_ptr = region_pointer(workspace, peer, workspace.data_offset + byte, like_ptr)
@@ -334,6 +336,7 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
 
 @triton.jit
 def publish_slice(workspace, gathered, slice_m, epoch):
+    """Signal to all peers that a slice of this rank's rows is in their workspaces."""
     own = workspace.rank * gathered.slices + slice_m
     publish_to_all(workspace, workspace.slot_offset + gathered.slots_byte + own * 8, epoch)
 

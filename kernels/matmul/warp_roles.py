@@ -56,6 +56,7 @@ def _barriers(COUNT: gl.constexpr):
 
 @jit
 def rings(input_ptr, output_ptr, STAGES: gl.constexpr, TILES: gl.constexpr):
+    """Make the ring of operands, and the ring of tiles to store."""
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     if TILES.DESCRIPTORS == "nk":
         b = _places(STAGES, TILES.BLOCK_N, TILES.BLOCK_K, DTYPE)
@@ -96,6 +97,7 @@ def share(start, rows, N, TILES: gl.constexpr):
 
 @jit
 def weight_operand(ring, weight, N, K, TILES: gl.constexpr):
+    """Make a descriptor of the weight."""
     LAYOUT: gl.constexpr = ring.b.type.layout
     NK: gl.constexpr = [TILES.BLOCK_N, TILES.BLOCK_K]
     KN: gl.constexpr = [TILES.BLOCK_K, TILES.BLOCK_N]

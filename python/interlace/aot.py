@@ -322,6 +322,7 @@ class Kernel:
     # -- the device ----------------------------------------------------------------------------
 
     def _function(self, cupy: Any) -> Any:
+        """Return the kernel on the current device, loaded on first use."""
         device = cupy.cuda.runtime.getDevice()
         if device not in self._functions:
             module = cupy.RawModule(
@@ -370,6 +371,7 @@ def _require(name: str, value: Any, wanted: object) -> None:
 
 
 def _check_ranks(values: Mapping[str, object]) -> None:
+    """Raise ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")

@@ -159,12 +159,14 @@ def _complete(result: object) -> object:
 
 
 def _install(overrides: Overrides, timeout: float, place: Place) -> Place:
+    """Set up a new process like the caller's context."""
     set_context(CallContext(overrides=overrides))
     groups.install(place, all_threads=True)
     return place
 
 
 def _install_on_gpu(overrides: Overrides, timeout: float, place: Place) -> Place:
+    """Set up a process as :func:`_install` does, on one of the host's GPUs."""
     import torch
 
     from interlace.runtime.places import connect

@@ -105,6 +105,7 @@ def around(
 
 
 def _record(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
+    """Return the result of ``fn`` and its part of the recording, in a rank with its own process."""
     with recorder.recording() as recording:
         result = fn(*args, **kwargs)
     return result, recording.recording()

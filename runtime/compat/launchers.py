@@ -28,6 +28,8 @@ LAST_PORT = 65535
 
 
 class Said(NamedTuple):
+    """The value of one of torchrun's variables, and the environment variable that it comes from."""
+
     by: str
     value: str
 
@@ -137,6 +139,7 @@ def _of_other_launchers(environment: Mapping[str, str]) -> dict[str, Said]:
 
 
 def _check(found: Mapping[str, Said]) -> None:
+    """Raise ValueError with the name of a variable whose value is impossible."""
     numbers = {
         name: _number(entry, least=1 if name.endswith("SIZE") else 0)
         for name, entry in found.items()

@@ -49,6 +49,7 @@ def release(version: str) -> Release:
 
 
 def untried_releases() -> str:
+    """Return the installed releases outside the tried range, in words; "" if there are none."""
     found = [
         f"{name} {installed_release(name)} (tried: {_words(name)})"
         for name in TRIED
@@ -63,6 +64,7 @@ def _words(name: str) -> str:
 
 
 def warn_of_untried() -> None:
+    """Warn once, in the process that imports interlace first, and name all newer releases."""
     first = SAID not in os.environ and os.environ.get("RANK", "0") == "0"
     if first and (found := untried_releases()):
         os.environ[SAID] = "1"

@@ -30,6 +30,7 @@ _entries: list[tuple[dict[str, object], str, object]] = []
 
 @contextlib.contextmanager
 def simulating() -> Iterator[None]:
+    """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
         for names, values in (each() for each in on_simulated_ranks):
             for name, value in values.items():
@@ -72,6 +73,8 @@ def installing(modules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
+    """Remove ``packages`` from the imported modules, and again when ``leaving`` is left."""
+
     def known() -> dict[str, types.ModuleType]:
         return {name: m for name, m in sys.modules.items() if name.partition(".")[0] in packages}
 
@@ -132,6 +135,7 @@ def replacing(*replacements: Replacement) -> Iterator[None]:
 
 
 def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: object) -> None:
+    """Set an entry until ``leaving`` is left."""
     entry = where, key, where.get(key, _ABSENT)
     _entries.append(entry)
     where[key] = value
@@ -152,6 +156,7 @@ def _set(where: dict[str, object], key: str, value: object) -> None:
 
 @contextlib.contextmanager
 def _nothing_stands_in() -> Iterator[None]:
+    """Within the block, every replaced entry has its original value."""
     entries = list(_entries)
     values = []
     for where, key, before in reversed(entries):

@@ -165,6 +165,7 @@ def registered_group(name: str) -> Any:
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate symmetric memory of this rank, as bytes."""
     tensor: torch.Tensor = c10d._SymmetricMemory.empty_strided_p2p(
         (nbytes,), (1,), torch.uint8, device
     )

@@ -179,6 +179,7 @@ class Fork:
 
 
 def ended_with(code: int, said: str) -> str:
+    """Return the error of a process that ended without an answer."""
     return f"the compiler ended with code {code}: {' '.join(said.strip().splitlines()[-3:])}"
 
 

@@ -180,6 +180,7 @@ def _type(name: str, argument: str, kind: object) -> str:
 
 
 def _constant(name: str, argument: str, value: object) -> object:
+    """Return ``value`` in a form that can be sent to another process."""
     import triton.language as tl
 
     if isinstance(value, tl.constexpr):

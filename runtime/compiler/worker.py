@@ -131,6 +131,7 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
 
 
 def _path(source: Any, place: tuple[int, ...]) -> str:
+    """Return the name of an argument, or of its field, which Triton identifies by position."""
     name = source.fn.arg_names[place[0]]
     return ".".join((name, *(source.signature[name]._fields[each] for each in place[1:])))
 
@@ -359,6 +360,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _describe(error: BaseException) -> str:
+    """Describe a compiler's error, which may have thousands of lines, in one line."""
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -73,6 +73,7 @@ class Call:
             self.fitting = messages  # a repeated call is not parsed again
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
+        """Return every rank's part, by rank; raise as :meth:`verify` does."""
         equal = messages.count(self.message) == len(messages)  # then nothing has to be parsed
         parts = [self.part] * len(messages) if equal else compare(messages)
         if self.match is not None:
@@ -151,6 +152,7 @@ class MessageEnd(Future[Outcome]):
         return self._error
 
     def sleep(self, seconds: float | None) -> None:
+        """Sleep until another thread has ended the message, at most ``seconds``."""
         if not self.settled:
             event = vars(self).setdefault("_event", threading.Event())
             if not self.settled:  # otherwise ``tell`` may not have seen the event

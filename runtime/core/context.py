@@ -25,10 +25,12 @@ class OpRanges:
         self.names: list[str] = []
 
     def begin(self, algorithm: str) -> None:
+        """Open the range of ``algorithm``, which lasts until the launch side ends."""
         self.names.append(f"{self._op}:{algorithm}")
         self._open.enter_context(profile_range(self.names[-1]))
 
     def around(self, start: Start) -> Any:
+        """Run ``start``, the launch side of the op, with these ranges."""
         with context_with(op_ranges=self), self._open:
             return start()
 
@@ -110,6 +112,7 @@ def comparing(*terms: tuple[str, object]) -> contextlib.AbstractContextManager[N
 
 
 def with_context(terms: Terms) -> Terms:
+    """Add the context's terms to an op's own ``terms``."""
     before, behind = current().terms
     return *before, *terms, *behind
 

@@ -186,6 +186,7 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def rank_error(rank: int, original: BaseException, details: str = "") -> RankError:
+    """Wrap ``original``, raised on ``rank``, in a :class:`RankError` that is also of its class."""
     if isinstance(original, RankError):
         return original
     base = type(original)

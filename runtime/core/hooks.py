@@ -151,6 +151,7 @@ class OpHooks:
         return handle
 
     def watch(self) -> None:
+        """See ops from the next one on, for as long as there are hooks or a profile."""
         self.watching = not self._within
 
     def named(self, op: str, start: Start) -> Start:

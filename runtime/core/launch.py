@@ -26,6 +26,8 @@ SMALL = 1 << 31  # numbers below have 32 bits
 
 
 class KernelFunction(Hashable, Protocol):
+    """A function of Triton: compiled for a GPU, interpreted on a CPU."""
+
     fn: Callable[..., object]
     __name__: str
 
@@ -74,6 +76,7 @@ def outside_name(path: str) -> str:
 
 
 def outside(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return single values by their names in a bundle."""
     inside = leaves(arguments)
     named = {outside_name(path): value for path, value in inside.items()}
     assert len(named) == len(inside), f"two fields have the same name in a bundle: {[*inside]}"
@@ -217,6 +220,7 @@ class KernelLaunch:
         return int(x), int(y), int(z)
 
     def compiled(self) -> Any:
+        """Return the kernel, compiled for a GPU and loaded, not run: Triton's ``CompiledKernel``."""
         return warmed_up(
             self.kernel,
             compiled_with(self.kernel, self.arguments),

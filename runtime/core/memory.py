@@ -103,6 +103,7 @@ class SymmetricBuffer:
 
     @classmethod
     def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> "SymmetricBuffer":
+        """Return the buffer over ``parts``, by rank: every rank's memory is mapped."""
         table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
         own_part = parts[rank]
         return cls(rank, own_part.nbytes, table.to(own_part.device), parts, **more)
@@ -112,11 +113,13 @@ class SymmetricBuffer:
         return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
 
     def mapped(self, rank: int) -> bool:
+        """Return whether this rank can address rank ``rank``'s memory."""
         return self.peer_bytes[rank].numel() > 0
 
     def view(
         self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """Return a contiguous tensor of ``shape`` over rank ``rank``'s memory, from byte ``offset`` on."""
         end = offset + math.prod(shape) * dtype.itemsize
         assert self.mapped(rank), f"rank {rank}'s memory is on another node"
         assert offset >= 0 and end <= self.nbytes, (offset, end, self.nbytes)
@@ -124,6 +127,7 @@ class SymmetricBuffer:
 
 
 def peers_of(buffer: SymmetricBuffer, world_size: int) -> arguments.Peers:
+    """Return the argument by which a kernel finds every rank's ``buffer``."""
     return arguments.Peers(buffer.peers, buffer.rank, world_size)
 
 

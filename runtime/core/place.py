@@ -91,6 +91,7 @@ class Nodes:
 
 
 def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
+    """Return the table of peers: base addresses, 0 if not mapped, then how to put to each rank."""
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
@@ -330,6 +331,8 @@ class UserKernels(PlaceRank):
 
 
 class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
+    """Memory, execution and control of one rank of one group."""
+
     def new_engine(self, communicator: object) -> Engine:
         """Return the engine of the plain collectives of ``communicator``, which is on this place."""
         return ENGINES["streams"](communicator)
@@ -344,6 +347,7 @@ class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
         raise self._no_messages()
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """Receive into ``tensor`` from ``peer``, None for any, as ``Engine.recv`` does."""
         raise self._no_messages()
 
     def _no_messages(self) -> PlaceUnavailableError:

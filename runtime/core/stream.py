@@ -88,6 +88,8 @@ class Continued(Future[Outcome]):
 
 
 class Stream(ABC):
+    """An ordered queue of work of one rank."""
+
     @abstractmethod
     def launch(self, launch: KernelLaunch) -> None:
         """Run a kernel over its grid."""

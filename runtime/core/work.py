@@ -180,6 +180,7 @@ class Work(TorchWork):
         return future
 
     def _ordered_future(self) -> torch.futures.Future[Any] | None:
+        """Return a future that orders streams, if the op was enqueued on streams."""
         outcome = self._outcome
         if outcome is None or not outcome.done() or outcome.exception() is not None:
             return None
@@ -187,6 +188,7 @@ class Work(TorchWork):
         return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
+        """Return the future's value, once the launch side has ended; raise the op's error."""
         result = None if self._outcome is None else self._outcome.result().result
         return self._outputs if result is None else result
 

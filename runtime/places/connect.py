@@ -131,6 +131,7 @@ def on_gpu(
 
 
 def all_have_gpus(processes: PlaceControl) -> bool:
+    """Return whether every rank of ``processes`` has a separate GPU for kernels. Collective."""
     usable = not gpu_problem() and (local_rank() or 0) < torch.cuda.device_count()
     answers = processes.exchange(b"1" if usable else b"", "joining a group")
     return processes.name == "shm" and all(answers)

@@ -122,6 +122,7 @@ def failure(error: BaseException) -> TaskReport:
 
 
 def ended(process: BaseProcess) -> str:
+    """Return a text that says how the process ended, for an error message."""
     process.join(GRACE_SECONDS)
     code = process.exitcode
     if code is not None and code < 0:

@@ -228,6 +228,7 @@ def _area(sequence: int) -> int:
 
 
 def check_size(payload: bytes, rank: int, doing: str) -> None:
+    """Raise ValueError if ``payload`` is too long for one message."""
     if len(payload) > LARGEST_MESSAGE:
         raise ValueError(
             f"rank {rank}: payload of {doing} has {len(payload)} bytes, "
@@ -363,12 +364,14 @@ class Control:
         return self.words[rank].acquired(CLAIM)
 
     def see(self, circle: int) -> None:
+        """Publish that this rank has seen the circle with this hash."""
         self._own.release(SEEN, circle)
 
     def seen(self, rank: int) -> int:
         return self.words[rank].acquired(SEEN)
 
     def claim_text(self, rank: int) -> str:
+        """Return the text that ``rank`` has published last about where it waits."""
         theirs = self._bytes[rank]
         (length,) = _INT64.unpack_from(theirs, _ELSEWHERE + 8)
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
@@ -422,6 +425,7 @@ class Control:
         return said(self._bytes[rank])[2]
 
     def leave(self) -> None:
+        """Publish that this rank has left the group."""
         self._own.release(_LEFT // 8, 1)
 
     def has_left(self, rank: int) -> bool:

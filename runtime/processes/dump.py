@@ -90,6 +90,7 @@ def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -
 
 
 def ended(group: RecordedGroup, number: int) -> None:
+    """Record the end of the op that :func:`began` recorded."""
     if number and (control := group.control) is not None:
         control.recorder.other_ended(number)
 

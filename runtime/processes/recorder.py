@@ -98,6 +98,8 @@ def called_from(function: Callable[[], T]) -> Callable[[], T]:
 
 
 class FlightRecorder:
+    """One rank's record, in ``region``."""
+
     def __init__(self, region: memoryview) -> None:
         self._bytes, self._words = region, region.cast("q")
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
@@ -129,6 +131,7 @@ class FlightRecorder:
     def begins(
         self, ring: int, number: int, one: int, two: int, three: int, four: int, label: int
     ) -> None:
+        """Write entry ``number`` of MESSAGES or OTHERS."""
         at = ring + number % ENTRIES * ENTRY
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
@@ -312,6 +315,7 @@ class RankRecord:
 
     @property
     def transfers(self) -> list[PastOp]:
+        """Return the ops between two ranks, in order."""
         return sorted((op for op in self.others if op.peer >= 0), key=lambda op: op.number)
 
 

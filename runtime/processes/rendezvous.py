@@ -289,6 +289,7 @@ class Rendezvous:
 
 
 def _uid(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
@@ -510,6 +511,7 @@ def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
 
 
 def _card(raw: bytes) -> SocketCard:
+    """Parse a card of the store: the process id and the address of one rank."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
         raise UnreadableError(

@@ -233,6 +233,7 @@ def _for_interpreter(**extents: int) -> Configuration:
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
+    """Return few, large tiles for the interpreter."""
     return _for_interpreter(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
 
 

@@ -401,6 +401,8 @@ def _alternatives(
 
 
 class TunedFormat(Protocol):
+    """A block-scaled format, as far as a problem names it."""
+
     @property
     def name(self) -> str: ...
     @property
@@ -408,6 +410,7 @@ class TunedFormat(Protocol):
 
 
 def tuned_as(format: TunedFormat | None) -> dict[str, Any]:
+    """Return the terms of a problem that describe operands in that format."""
     return {} if format is None else {"fast_accum": format.fast_accum, "format": format.name}
 
 

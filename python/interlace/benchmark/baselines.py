@@ -33,6 +33,7 @@ def default(place: str, device: str, *, virtual: bool) -> tuple[str, ...]:
 
 
 def refuse(name: str, place: str, device: str, *, virtual: bool) -> None:
+    """Raise ValueError if ``name`` is unknown or not available here; say why and what to do."""
     if name not in NAMES:
         raise ValueError(f"--baseline {name}: known are {', '.join(NAMES)}, and none")
     where = f"--baseline {name}"
@@ -81,6 +82,7 @@ def join_default_group(
 
 
 def group_name() -> str:
+    """Return the name of torch's default group, for torch's symmetric memory."""
     world = dist.group.WORLD
     assert world is not None
     return str(world.group_name)

@@ -115,7 +115,8 @@ class ByRows(MeasuredOp):
         return Problem(cls.op, dtype, rows, n, k, world_size, **tuned_as(kind))
 
     @abstractmethod
-    def expected(self, rows: torch.Tensor, call: int) -> Expected: ...
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        """Return right values and bounds for these rows of the result of ``call``."""
 
     def compared(self, call: int) -> torch.Tensor:
         """Return the rows of a result that are compared in ``call``."""
@@ -231,6 +232,7 @@ class Fused(ByRows):
         return [self.rows_of(rank, index[owners == rank], call) for rank in ranks]
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        """Return right values and bounds of a sum over ranks."""
         rows = rows + self.result_rows[0]
         inputs = [self.rows_of(rank, rows, call) for rank in range(self.world_size)]
         weights = [self.weight(rank, call) for rank in range(self.world_size)]

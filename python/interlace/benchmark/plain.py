@@ -47,7 +47,8 @@ class MeasuredOp(ABC):
 
     @classmethod
     @abstractmethod
-    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None: ...
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        """Raise ValueError if the op does not accept these sizes and settings."""
 
     @classmethod
     @abstractmethod
@@ -64,7 +65,8 @@ class MeasuredOp(ABC):
         return protocol.poison(output)
 
     @abstractmethod
-    def inputs(self, call: int) -> Tensors: ...
+    def inputs(self, call: int) -> Tensors:
+        """Return arguments of :meth:`ours` and :meth:`theirs`."""
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
@@ -145,6 +147,7 @@ class Plain(MeasuredOp):
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:
+    """Return the function of torch.distributed, whose name may differ."""
     found: Callable[..., Any] = next(
         getattr(dist, name) for name in kind.torch_names if hasattr(dist, name)
     )

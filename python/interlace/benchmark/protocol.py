@@ -117,6 +117,7 @@ class Rotation:
         self._sets = itertools.cycle(sets)
 
     def calling(self, run: Callable[..., Any]) -> Callable[[], Any]:
+        """Return a function without arguments that calls ``run`` with the next set."""
         return lambda: run(*next(self._sets))
 
 

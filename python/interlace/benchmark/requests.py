@@ -65,6 +65,7 @@ class BenchRequest:
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """Return the arguments that a user's function may take."""
         sizes = {"nbytes": self.nbytes, "m": self.m, "n": self.n, "k": self.k}
         return {**sizes, "dtype": DTYPES[self.dtype]}
 
@@ -160,6 +161,7 @@ def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) ->
 
 @functools.cache
 def load_kernel(target: str) -> Callable[..., Any]:
+    """Return the function that names a user's own kernel. Raises ValueError or OSError."""
     from interlace.tools.user_files import load_function
 
     return load_function(target)

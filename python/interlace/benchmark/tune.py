@@ -358,6 +358,7 @@ class Tuned:
 
     @property
     def factor(self) -> float:
+        """The default's time over the best one's."""
         return self.default.median / self.best.median
 
     @property

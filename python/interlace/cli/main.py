@@ -53,6 +53,7 @@ def _command_of(arguments: list[str]) -> str:
 
 
 def needs_torch(arguments: list[str]) -> bool:
+    """Return whether these arguments name a command that works with tensors."""
     return _command_of(arguments) in COMMANDS.keys() - {"inspect"}
 
 

@@ -250,6 +250,7 @@ class OnInterlace:
     interlace_communicator: Communicator
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
+        """Return the group that takes this group's place after :func:`interlace.shrink`."""
         raise NotImplementedError  # returns the group after :func:`interlace.shrink`
 
 

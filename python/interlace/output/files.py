@@ -32,6 +32,7 @@ def refuse_outputs(
 
 
 def refuse_unreadable(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless there is a readable file at ``path``."""
     refuse_empty(option, path)
     try:
         with open(path, "rb"):
@@ -62,6 +63,7 @@ def refuse_format(path: str) -> None:
 
 
 def require_matplotlib() -> Any:
+    """Return matplotlib's Figure. Raise ValueError that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -29,6 +29,7 @@ DEVICE_LIBRARY = "libnvshmem_device.bc"
 
 
 def inspect_machine() -> MachineFacts:
+    """Return all facts, as values that JSON can hold."""
     return {
         "python": installed_release("Python"),
         "interlace": _version("interlace"),
@@ -107,6 +108,7 @@ def _gpus() -> list[MachineFacts]:
 
 
 def _peer_access() -> str | None:
+    """Return a summary of the matrix of devices that can reach each other's memory."""
     pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if not pairs:
         return None

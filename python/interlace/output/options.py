@@ -46,6 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 # the field ``world_size`` becomes ``--world-size``
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
+    """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
     parser = commands.add_parser(
         name,
@@ -86,6 +87,7 @@ def world_size(text: str) -> int:
 
 
 def seed_number(text: str) -> int:
+    """Return ``text`` as a seed that torch's generators take, for ``type=``."""
     with contextlib.suppress(ValueError):
         if 0 <= int(text) < 1 << 64:
             return int(text)

@@ -172,6 +172,7 @@ def all_flat(
 
 
 def register() -> None:
+    """Register the kernels, once per process."""
     global _library
     if _library is None:
         _library = _Library("_c10d_functional", "IMPL")

@@ -81,6 +81,11 @@ def kind_of(value: object) -> str:
 
 
 class InterlaceProcessGroup(Collectives):
+    """One group of ranks of ``torch.distributed``, on interlace.
+
+    ``interlace_communicator`` is the underlying group, for interlace's own functions.
+    """
+
     _backend_kind = dist.ProcessGroup.BackendType.CUSTOM  # torch's own tests expect gloo's
 
     def __init__(
@@ -164,6 +169,7 @@ class InterlaceProcessGroup(Collectives):
 
     # the callers want to know what the group supports
     def _get_backend(self, device: torch.device) -> Any:
+        """Return this group: the callers want to know what it supports."""
         return self
 
     def _set_sequence_number_for_group(self) -> None: ...
@@ -186,12 +192,14 @@ class InterlaceProcessGroup(Collectives):
             self._set_default_backend(kind)
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Limit every later wait of this group to ``timeout``."""
         self.interlace_communicator.set_timeout(timeout)
         self._timeout = timeout
 
     _set_default_timeout = set_timeout  # the name that torch's backends have
 
     def register_hook(self, *args: Any, **more: Any) -> Any:
+        """Call :meth:`interlace.Group.register_hook`, which describes the arguments."""
         return self.interlace_communicator.register_hook(*args, **more)
 
     def abort(self) -> None:

@@ -175,6 +175,7 @@ class CompiledPrograms:
 
 
 def _check(source: PtxSource, arch: int) -> None:
+    """Raise ValueError for PTX of a newer GPU, and for more shared memory than a program may have."""
     kernel, most = source.kernel, shared_bytes(arch)
     if kernel.static_bytes + source.shared_bytes > most:
         raise ValueError(

@@ -81,6 +81,7 @@ class ThreadMemory:
 
 
 def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
+    """Build a load or a store of the running threads' memory."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
 
@@ -164,6 +165,7 @@ def is_of_kernel(threads: Threads, addresses: Array) -> Array:
 
 
 def build_of_kernel(instruction: Instruction) -> Action:
+    """Build a load from array parameters of the kernel by generic addresses."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
     parts, kind, addresses = take_access(instruction)

@@ -139,6 +139,7 @@ def build_matrix_access(instruction: Instruction) -> Action:
         return first[:, None] + words, lanes
 
     def transpose(registers: Array) -> Array:
+        """Transpose (warps, matrices, 8, 4) registers of two numbers each, if the instruction does."""
         halves = registers.view(np.uint16)
         return (
             np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32) if transposed else registers
@@ -178,6 +179,7 @@ TOGETHER = [("e4m3", "e5m2"), ("s8", "u8")]
 
 
 def multiplies(total: str, left: str, right: str) -> bool:
+    """Return whether there are products of these factors with sums of type ``total``."""
     mixed = any(left in names and right in names for names in TOGETHER)
     return total in SUMS.get(left, ()) and (left == right or mixed)
 

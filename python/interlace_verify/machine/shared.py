@@ -419,6 +419,7 @@ def _start(instruction: Instruction) -> Action:
 
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
+    """Report loads from the destination of a copy that the loading thread has not waited for."""
     program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():

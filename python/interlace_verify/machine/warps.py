@@ -128,6 +128,7 @@ def build_shuffle(instruction: Instruction) -> Action:
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
+    """Report lanes that read a lane which takes no part."""
     if absent.any() and threads.session.hooks.observed:
         thread = int(np.flatnonzero(absent)[0])
         lane = int(source.ravel()[thread])
@@ -193,6 +194,7 @@ def build_active_mask(instruction: Instruction) -> Action:
 
 @builds("elect")
 def build_election(instruction: Instruction) -> Action:
+    """Elect the lowest lane of those that take part."""
     instruction.flag("sync")
     instruction.finish(2)
     write, tell = _targets(instruction, _WORD)

@@ -110,6 +110,8 @@ class CellStep:
 
 
 class BeginRead(CellStep):
+    """Begin to read ``cells``, which should all hold ``content``."""
+
     text = "begins to read"
 
 
@@ -118,6 +120,8 @@ class EndRead(CellStep):
 
 
 class BeginWrite(CellStep):
+    """Begin to write ``content`` into ``cells``."""
+
     text = "begins to write {} into"
 
 

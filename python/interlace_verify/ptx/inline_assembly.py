@@ -148,9 +148,12 @@ def _build(asm: str, constraints: str) -> _Statement:
 
 
 class InlineAssembly(PtxSession):
+    """``tl.inline_asm_elementwise`` of one session."""
+
     def create(
         self, asm: str, constraints: str, values: Any, types: object, is_pure: bool, pack: int
     ) -> Any:
+        """Run the text and return its results in Triton's form."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
         groups = statement.operands.arguments(values, shape, pack, statement.kinds)

@@ -608,6 +608,7 @@ def build_multimem(instruction: Instruction) -> Action:
             ) from None
 
     def addresses(threads: Threads) -> list[Array]:
+        """Return the addresses of the access in every rank's memory, by rank."""
         by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
         return [np.array(each, np.uint64) for each in by_rank]  # a layout that atomics accept
 

@@ -75,6 +75,7 @@ class ScalarType:
 
     @functools.cached_property
     def encoder(self) -> Callable[[Array], Array]:
+        """``encode``, reduced to the checks that this type needs."""
         stored, raw, encode = self.stored, self.raw, self.encode
         if self.letter in "ub":
             return lambda values: values if values.dtype is raw else encode(values)

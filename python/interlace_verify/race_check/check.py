@@ -390,6 +390,7 @@ def races(
 
 
 def _form(error: str) -> str:
+    """Return an error's text without its numbers: ranks, seeds, values."""
     return re.sub(r"\d+", "#", error)
 
 

@@ -151,6 +151,7 @@ class ShadowSegment:
     # -- conflicts with the present access, which knows the times in ``known`` ---------------------
 
     def unordered_store(self, index: Index, known: KnownTimes) -> list[Conflict]:
+        """Return stores of others that the present access does not come after."""
         written = self.written[index]
         writer, sites = written["component"], written["site"]
         bad = known.lacks(written)

@@ -38,6 +38,7 @@ NEW_OBJECTS = 50_000  # more than a small schedule creates
 
 
 def seed_list(seeds: int | Iterable[int]) -> list[int]:
+    """Return ``range(seeds)`` or the given seeds. Raise TypeError or ValueError for anything else."""
     if isinstance(seeds, bool) or not isinstance(seeds, (int, Iterable)):
         raise TypeError(f"seeds must be a number of schedules or seeds, got {seeds!r}")
     named = range(seeds) if isinstance(seeds, int) else seeds

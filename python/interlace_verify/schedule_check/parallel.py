@@ -149,6 +149,7 @@ def _serve(
     parent_thread_stays: bool,
     mask: set[signal.Signals],
 ) -> None:
+    """Run a worker: send a report for every chunk that arrives."""
     gc.freeze()
     gc.enable()
     parents.close()  # otherwise the pipe never counts as closed

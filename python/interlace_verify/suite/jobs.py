@@ -112,6 +112,8 @@ class JobResult:
 
 
 class Job(NamedTuple):
+    """One check of one function on one world size, or of one protocol."""
+
     subject: str
     check: str
     variant: str
@@ -174,6 +176,7 @@ def _jobs(
 
 
 def protocol_jobs(plan: CheckPlan) -> list[Job]:
+    """Return all interleavings of the patterns of ``kernels/signal.py``."""
     ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
     text = f"{ranks} ranks, {rounds} rounds"
     return [

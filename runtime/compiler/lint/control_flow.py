@@ -28,6 +28,7 @@ class Flow:
         return later
 
     def following(self, index: int) -> Sequence[int]:
+        """Return the instructions that may run directly after ``index``."""
         return self._next[index]
 
     def before(self, first: int, second: int) -> bool:

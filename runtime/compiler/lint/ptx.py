@@ -71,6 +71,7 @@ class Places:
         self._fresh = {}
 
     def along(self, flow: Flow) -> list[FrameChain]:
+        """Return the chain of each instruction, given the control flow."""
         chains: list[FrameChain] = [()] * len(self._of_instructions)
         before: list[set[FrameChain]] = [set() for _ in chains]
         for index in flow.order:  # the chain after a backward jump is not known yet
@@ -98,6 +99,7 @@ class Places:
 
 
 def _calls_in_common(one: FrameChain, other: FrameChain) -> int:
+    """Return how many calls two chains have in common, counted from the kernel."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -259,6 +261,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _open(statement: str) -> str:
+    """Return the statement without leading braces that open or close scopes."""
     return statement.strip().lstrip("{} \t").strip()
 
 

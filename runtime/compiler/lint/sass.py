@@ -61,6 +61,8 @@ def operations(sass: str) -> tuple[list[Operation], dict[str, int]]:
 
 
 def control_flow(code: list[Operation], labels: dict[str, int]) -> Flow:
+    """Return the control flow: which instruction may run after which."""
+
     def successors(index: int) -> list[int]:
         one, following = code[index], [index + 1][: len(code) - index - 1]
         target = _TARGET.match(one.operands)
@@ -205,6 +207,7 @@ def spills(counts: Counter[str]) -> int:
 
 
 def find_spills(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
+    """Return a fault if an architecture that should need no stack uses it."""
     if arch not in STRICT_ARCHES or not (stack or spill_instructions):
         return []
     message = f"{stack} bytes of stack, {spill_instructions} spill instructions"
@@ -212,6 +215,7 @@ def find_spills(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
 
 
 def too_much_shared(arch: int, shared: int) -> list[Fault]:
+    """Return a fault if a program needs more shared memory than there is: the launch would fail."""
     most = shared_bytes(arch)
     if shared <= most:
         return []

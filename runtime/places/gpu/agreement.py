@@ -211,6 +211,7 @@ class Agreement:
         return answers
 
     def _learn(self, call: Call, answers: list[bytes]) -> None:
+        """Remember the other ranks' answers to this rank's ``call``."""
         digest = self._digests.get(call.message)
         if digest is None:
             return
@@ -259,6 +260,7 @@ class Agreement:
         return answers
 
     def _at(self, number: int) -> int:
+        """Return the first word of the row of a call, on rank 0's board."""
         return _ROWS + number % NOTES * _FIELDS * self._world_size
 
     def _note(self, number: int, digest: int, area: int) -> None:

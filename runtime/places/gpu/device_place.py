@@ -233,6 +233,7 @@ class DevicePlace(Place):
             self.leave()
 
     def enter(self) -> None:
+        """Keep the caller's present stream until :meth:`leave`."""
         self._caller = self.caller()
 
     def leave(self) -> None:
@@ -361,6 +362,7 @@ class DevicePlace(Place):
         return self._stream_words(), finished + 1
 
     def finished(self, workspace: Workspace) -> None:
+        """Note that the end of the op in ``workspace`` was enqueued."""
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
@@ -369,6 +371,7 @@ class DevicePlace(Place):
 
     @functools.cached_property
     def residency(self) -> Residency:
+        """The object that orders the kernels of this rank's groups where they do not fit together."""
         return residency(self._index, self.program_limit + 1)
 
     @functools.cached_property  # it can be written, which mypy does not know

@@ -80,6 +80,7 @@ class LaunchCache:
     def scratch_for(
         self, compiled: "_Compiled", extents: GridExtents, stream: int, capture: int
     ) -> torch.Tensor | None:
+        """Return the scratch memory of a launch over a grid, or None if it needs none."""
         if not compiled.scratch_per_program:
             return None
         x, y, z = extents
@@ -103,6 +104,8 @@ class LaunchCache:
 
 
 class _Compiled:
+    """A loaded kernel, and the positions of its parameters among the arguments of a launch."""
+
     def __init__(self, launch: KernelLaunch) -> None:
         self.jit = launch.kernel  # keeps its id, a part of the key, unique
         self.kernel = launch.compiled()
@@ -179,6 +182,7 @@ class PreparedLaunch:
         return self._compiled.ordered(arguments)
 
     def again(self, stream: int, capture: int, values: list[object]) -> None:
+        """Launch the kernel once more, on ``stream``, with other values."""
         compiled = self._compiled
         scratch = self._cache.scratch_for(compiled, self._extents, stream, capture)
         compiled.launch(self._extents, stream, values, scratch)

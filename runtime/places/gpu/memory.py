@@ -91,6 +91,8 @@ class MemoryRefused(Exception):
 
 
 class ExchangeStore(Store):
+    """A store for torch's rendezvous, by rounds of ``exchange``; see the module's docstring."""
+
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self._exchange = exchange
@@ -98,6 +100,7 @@ class ExchangeStore(Store):
         self._values: list[bytes] = []
 
     def _round(self) -> list[bytes]:
+        """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
             payload, self._mine = self._mine, None
             self._values = agree_on(self._exchange, VALUE + payload)
@@ -277,6 +280,7 @@ class IpcMemory:
         self._board = [part.data.cast("B").cast("q") for part in self._memory]
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
+        """Implement ``TorchMemory.allocate`` by memory that each rank exports and its peers open."""
         sweep()
         addresses = [0] * self._world_size
         with together(self._exchange):

@@ -131,6 +131,7 @@ class NvshmemPlace(DeviceProcessPlace):
         )
 
     def _agree_that_all_can(self) -> str:
+        """Return the path of the device library, once every rank has all that it needs."""
         library, problem = "", nvshmem_problem()
         if not problem:
             major, minor = torch.cuda.get_device_capability(self.device)

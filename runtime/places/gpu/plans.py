@@ -139,6 +139,7 @@ class PlanRecorder:
     def begins(
         self, workspace: Workspace | None, *, pulled: bool = False, words: Counted | None = None
     ) -> None:
+        """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))
         self._items.append([])
         self._open = True
@@ -212,6 +213,7 @@ class _Where:
         raise LookupError
 
     def is_whole(self, result: object) -> bool:
+        """Return whether the call returns one dense tensor that covers all of its storage."""
         return (
             isinstance(result, torch.Tensor)
             and result.is_contiguous()
@@ -321,6 +323,8 @@ _MISSED: Any = object()
 
 @dataclass(slots=True)
 class _Again:
+    """A call that is made again: its plan, its tensors and their addresses."""
+
     kind: object
     plan: Plan
     arguments: Tensors
@@ -422,6 +426,7 @@ class Plans:
             place.leave()
 
     def _start_on_stream(self, op: str, call: _Again, outputs: Any) -> Any:
+        """Repeat ``call`` on the group's own stream and return its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
         before, place.asynchronous = place.asynchronous, True
@@ -532,6 +537,7 @@ class Plans:
         return answers
 
     def lasting_tensors(self) -> Tensors:
+        """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
         memory = [part for buffer in buffers for part in buffer.peer_bytes]
@@ -539,9 +545,11 @@ class Plans:
         return [*tables, *(buffer.peers for buffer in buffers), *memory]
 
     def launched(self) -> None:
+        """Record that the host has enqueued all that it has agreed on."""
         self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:
+        """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
         self.launched()
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:

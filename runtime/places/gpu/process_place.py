@@ -60,6 +60,7 @@ class Watchdog:
         self._headers: list[tuple[SymmetricBuffer, torch.Tensor]] = []
 
     def look_after(self) -> None:
+        """Wake the watchdog, because work was enqueued."""
         if self._wanted.is_set():
             return
         self._wanted.set()
@@ -125,6 +126,7 @@ class Watchdog:
         )
 
     def _copy_headers(self, place: Any) -> None:
+        """Copy the headers of this rank's workspaces to the host, for the next look."""
         buffers = place.workspaces()
         known = {id(buffer): mirror for buffer, mirror in self._headers}
         self._headers = [(buffer, known.get(id(buffer), _UNKNOWN)) for buffer in buffers]
@@ -242,6 +244,7 @@ class DeviceProcessPlace(DevicePlace):
         return Continued(arriving, then)
 
     def _order_messages(self) -> None:
+        """Order the copies of received messages after the caller's earlier work."""
         self.side_stream().wait_stream(torch.cuda.current_stream())
 
     def finished(self, workspace: Workspace) -> None:
@@ -258,6 +261,7 @@ class DeviceProcessPlace(DevicePlace):
         self._start_watchdog().look_after()
 
     def reached(self, epochs: Mapping[int, int]) -> None:
+        """Note how many ops the device has ended in each of this rank's workspaces, by address."""
         self._agreement.ops.reached(epochs)
 
     def _start_watchdog(self) -> Watchdog:
@@ -294,6 +298,7 @@ class DeviceProcessPlace(DevicePlace):
         super().fail(error)
 
     def abort(self, reason: str) -> None:
+        """Implements ``Place.abort``; every wait on this rank's GPU and its peers' ends, too."""
         self.processes.abort(reason)
         self.wake_kernels()
 

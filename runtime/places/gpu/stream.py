@@ -128,6 +128,7 @@ class DeviceStream(Stream):
         self._depends: Workspace | None = None  # of the op that has waited for data
 
     def target(self) -> StreamTarget:
+        """Return the CUDA stream to which the next item would go."""
         caller: StreamTarget = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
@@ -164,11 +165,13 @@ class DeviceStream(Stream):
             self._waited[point.target] = point
 
     def follow(self, point: Point) -> None:
+        """Order the next item after ``point``."""
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
 
     def _do(self, function: Callable[[], object]) -> None:
+        """Call torch code with the CUDA stream of this stream as the current one."""
         run_on(self._own if self.enter()[0] == self._own_handle else None, function)
 
     def launch(self, launch: KernelLaunch) -> None:
@@ -260,6 +263,7 @@ class DeviceStream(Stream):
         self._place.counts(buffer, programs)
 
     def ended(self) -> None:
+        """Note that the end of an op was enqueued here, after all its kernels."""
         self._place.residency.ended(id(self._place), self.target())
 
     def record(self) -> Event:

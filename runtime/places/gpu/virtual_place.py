@@ -122,6 +122,7 @@ class Turns:
             )
 
     def forget(self, key: object) -> None:
+        """Delete a meeting that every rank has left."""
         with self._condition:
             self._meetings.pop(key, None)
 

@@ -172,6 +172,7 @@ class HostsEngine(Engine):
         self._ops.run(call, pieces)
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> list[MakePiece]:
+        """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
         longest = max(outputs, key=torch.Tensor.numel)
 
         def piece(part: slice) -> OpPiece:

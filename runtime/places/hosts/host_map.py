@@ -89,6 +89,7 @@ class Card:
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
+        """Parse the card that a rank has put into the store."""
         found = plain.loads(data)
         if not isinstance(found, cls):
             raise plain.UnreadableError(f"the store has no card of a rank but {found!r:.99}")
@@ -103,6 +104,7 @@ class HostMap:
 
     @classmethod
     def of(cls, keys: Sequence[str]) -> HostMap:
+        """Build the map from the host of each rank."""
         by_host: dict[str, list[int]] = {}
         for rank, key in enumerate(keys):
             by_host.setdefault(key, []).append(rank)
@@ -117,6 +119,7 @@ class HostMap:
 
 
 def address_towards(host: str) -> str | None:
+    """Return this machine's address on the way to ``host``, or None if there is no way."""
     with contextlib.suppress(OSError):
         ways = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, target in ways:
@@ -264,6 +267,7 @@ class Joining:
         self._known: InterlaceError | None = None
 
     def step(self) -> None:
+        """Spend a moment. Raises if the group cannot be joined, or on timeout."""
         self._patience.step(self._doing, self._peers)
 
     def look(self, *_: object) -> None:

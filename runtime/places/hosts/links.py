@@ -66,6 +66,8 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass
 class Packet:
+    """One control packet: its kind, and the fields that this kind uses."""
+
     kind: int
     tag: int = 0
     number: int = 0
@@ -358,6 +360,7 @@ class HostLinks:
         return peer in self._left
 
     def check(self) -> None:
+        """Raise the group's error, or that it is closed."""
         if (failure := self.failure) is not None:
             raise failure
         self.check_open()

@@ -72,6 +72,7 @@ class SpanningGroup:
         return Patience(self.rank, bound, self.interruption, judge=judge, since=since)
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """Return why a wait for these ranks can never end, or None."""
         self.awaited = waited_for
         if (failure := self._links.failure) is not None:
             return failure
@@ -96,6 +97,7 @@ class SpanningGroup:
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
     def culprits(self, waited_for: Sequence[int]) -> list[int]:
+        """Return the ranks for which these ranks wait in the end."""
         return sorted({self._links.culprit(rank) for rank in waited_for})
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
@@ -139,6 +141,7 @@ class FarPipe:
         return moved
 
     def move(self) -> bool:
+        """Move some of its bytes, if possible now. Return whether any were moved."""
         moved, wire = self._count(), self.wire
         size = min(self._total - moved, _AT_ONCE)
         if not size or self.ended or self._busy:
@@ -332,6 +335,7 @@ class SpanningBoxes:
         self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
         sleep: bool, peers: Sequence[int] = (),
     ) -> bool:  # fmt: skip
+        """See ``Boxes.move``. ``peers``: the ranks for which the caller waits."""
         far = [pipe for pipe in pipes if isinstance(pipe, FarPipe)]
         near = [pipe for pipe in pipes if isinstance(pipe, Pipe)]
         near_blocked = [self._local[peer] for peer in blocked if peer in self._local]

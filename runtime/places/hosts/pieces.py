@@ -60,6 +60,8 @@ _NOTHING: Mapping[int, Buffer] = {}
 
 
 class Frames:
+    """One rank's view of which ranks send frames to which."""
+
     def __init__(self, hosts: HostMap, rank: int) -> None:
         self._rank, self._hosts = rank, hosts.hosts
         self.mine = hosts.hosts[hosts.index(rank)]

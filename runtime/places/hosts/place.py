@@ -99,6 +99,7 @@ class HostsPlace(CpuPlace):
         weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
+        """Meet the ranks of this host, then those of other hosts."""
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
         try:
             self.group = near or HostGroup(

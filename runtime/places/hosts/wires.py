@@ -176,6 +176,7 @@ class Wires:
         self._push(peer)
 
     def _push(self, peer: int) -> None:
+        """Give the kernel as many bytes as it accepts."""
         kept, wire = self._kept[peer], self._sockets[peer]
         try:
             while kept:

@@ -234,6 +234,7 @@ class Boxes:
         return self._control.words[peer].acquired(self.word(self._rank) + _TAKEN)
 
     def arrived(self) -> list[int]:
+        """Return the peers whose boxes have something new."""
         taken = self._taken
         return [peer for peer, view, index in self._puts if view[index] > taken[peer]]
 
@@ -267,6 +268,7 @@ class Boxes:
             self._control.ring_for(peer)
 
     def pipe(self, peer: int, *, puts: bool) -> Pipe:
+        """Return this rank's end of the ring to ``peer``, or from it."""
         found = self._pipes.get((peer, puts))
         if found is None:
             found = self._pipes[peer, puts] = Pipe(self._control, self, self._rank, peer, puts)

@@ -77,6 +77,7 @@ class Thresholds(NamedTuple):
 
 @functools.cache
 def own_caches() -> Caches:
+    """Return the caches of the cores that this process may use."""
     return caches(os.sched_getaffinity(0))
 
 
@@ -96,6 +97,7 @@ def caches(cores: Iterable[int], folder: Path = CORES) -> Caches:
 
 
 def _of_core(folder: Path) -> list[tuple[int, int, set[int]]]:
+    """Return level, bytes and cores of each cache that holds data."""
     found = []
     for each in folder.glob("index*"):
         try:
@@ -163,12 +165,15 @@ class RingWrites:
 
 
 class WriteChoice:
+    """The choice for ops of one kind and size."""
+
     def __init__(self) -> None:
         self._ops = 0
         self._times = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         self._then = 0.0  # the time of the better way when the other was tried last
 
     def past(self) -> bool:
+        """Return whether the next op writes past the caches."""
         if self._ops < len(FIRST):
             return FIRST[self._ops]
         best = self._best()
@@ -179,6 +184,7 @@ class WriteChoice:
         return best != (self._ops % AGAIN == 0 or changed)  # the other way is tried now and then
 
     def took(self, past: bool, seconds: float) -> None:
+        """Note an op that was done in this way."""
         tried = self._ops >= len(FIRST) and past != self._best()
         if tried:
             self._times[past].clear()  # they are out of date

@@ -81,6 +81,8 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class Element:
+    """A kind of elements: how they are loaded, added and stored."""
+
     name: str
     bits: int
     memory: str
@@ -107,6 +109,7 @@ integers wrap around; 16-bit floats are summed in fp32 and rounded once."""
 
 @functools.cache
 def _sections() -> dict[str, string.Template]:
+    """Return the parts of ``machine_code.ll`` by name."""
     text = (resources.files(__package__) / "machine_code.ll").read_text("ascii")
     names = re.split(r"^; === (.+)\n", text, flags=re.MULTILINE)[1:]
     return {name: string.Template(part) for name, part in zip(names[::2], names[1::2], strict=True)}

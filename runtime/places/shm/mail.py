@@ -99,6 +99,8 @@ class _Arriving:
 
 @dataclass(eq=False)
 class _Traffic:
+    """The messages in flight between this rank and another."""
+
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
@@ -137,6 +139,7 @@ class Messages:
         return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
+        """Return the ends that a thread may await."""
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
@@ -306,6 +309,7 @@ class Messages:
         self.boxes.start(traffic.put)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
+        """Handle messages whose last piece has been moved."""
         while traffic.put is not None and traffic.leaving and traffic.put.finished:
             future = traffic.leaving.popleft().future
             if traffic.leaving:
@@ -522,6 +526,7 @@ class Mail:
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """Begin to receive from ``peer``, or from any rank if None."""
         future = _Moving(self, call.op, peer, tag)
         self._begin(call, future, Receiving(tensor, peer, tag, future))
         return future
@@ -554,6 +559,7 @@ class Mail:
             self._entering.discard(future)
 
     def move(self) -> None:
+        """Move messages, unless another thread does so."""
         self._move_for(None, 0.0)
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
@@ -639,9 +645,11 @@ class Mail:
 
     @property
     def awaited(self) -> bool:
+        """Return whether a thread of the caller waits for a message."""
         return bool(self._waiting)
 
     def at_rest(self, function: Callable[[], object]) -> None:
+        """Call ``function`` while no messages move."""
         with self._lock:
             function()
 

@@ -71,6 +71,8 @@ _PACKED = [
 
 
 class Listed(Steps):
+    """Steps of one rank, to be run by machine code."""
+
     __slots__ = ("_control", "_rank")
 
     def __init__(self, control: Control, rank: int) -> None:
@@ -115,6 +117,8 @@ class Listed(Steps):
 
 
 class AtOnce:
+    """Steps of one rank, done at once in Python."""
+
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
         self.op = ""
@@ -266,6 +270,7 @@ class HostSteps:
         self._run(steps, addresses)
 
     def at_once(self, addresses: Addresses = ()) -> AtOnce:
+        """Return the steps to do now, in Python."""
         steps = self._at_once
         steps.op = self.call.op
         self._fill(steps.memory, addresses)
@@ -276,6 +281,7 @@ class HostSteps:
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _meet(self) -> bool:
+        """Send the message, wait for all others, and compare them."""
         call, control, sequence = self.call, self.control, self.sequence
         if self.machine_code and call.equal_fits:
             return self.meet()

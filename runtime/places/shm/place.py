@@ -70,6 +70,7 @@ def route(place: "ShmPlace") -> None:
 
 
 def unroute(place: "ShmPlace") -> None:
+    """From now on, kernels no longer wait for the peers of ``place``. Idempotent."""
     _places[:] = [reference for reference in _places if reference() not in (None, place)]
 
 
@@ -277,6 +278,8 @@ class CpuPlace(Place):
 
 
 class ShmPlace(CpuPlace):
+    """One rank of a group of processes on one host."""
+
     name = "shm"
     direct_access = True
     check: Callable[[], None]

@@ -82,6 +82,7 @@ class Rounds:
 
     @functools.cached_property
     def ring_writes(self) -> RingWrites:
+        """The ways in which the ranks write into their rings, once they have joined."""
         assert self._group.control is not None
         return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
@@ -134,6 +135,7 @@ class Rounds:
     def _stage(
         self, parts: Sequence[RingPart], numbers: Sequence[int], piece: int, write: Copy, c: int
     ) -> None:
+        """Put a piece of each of these parts into its section of the slot."""
         start = c * piece
         for number in numbers:
             address, total = parts[number]

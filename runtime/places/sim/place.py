@@ -196,6 +196,8 @@ class SimWorld:
 
 
 class SimEvent(Event):
+    """An event that completes when its stream reaches it."""
+
     def __init__(self, place: "SimPlace", *, completed: bool = False) -> None:
         self._place = place
         self.completed = completed
@@ -346,6 +348,7 @@ class SimStream(Stream):
 
 
 def _epoch(workspace: Workspace) -> int:
+    """Return the epoch of the op that runs now on the workspace's channel."""
     return int(workspace.header(workspace.rank)[EPOCH_WORD]) + 1
 
 
@@ -544,6 +547,7 @@ class SimPlace(Place):
             stream.wait_event(event)
 
     def hold_host(self, event: Event, waiting_for: str) -> None:
+        """Block the user task until ``event``."""
         if not event.is_completed():
             self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
         self._observer.on_wait_event(self._scheduler.current, event)

@@ -193,10 +193,12 @@ class UserStream(SimStream):
         self._enqueue(f"wait for the value {value}", item)
 
     def synchronize(self) -> None:
+        """Block the host until all enqueued items have ended."""
         self.record().synchronize()
 
     @contextmanager
     def current(self) -> Iterator[None]:
+        """Let the caller enqueue on this stream within the block."""
         token = _current.set(self)
         try:
             yield

@@ -177,6 +177,7 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 
 def requests_of(options: BenchOptions) -> list[BenchRequest]:
+    """Return a request per size. Raise ValueError if options do not fit together."""
     target = options.target
     if "::" not in target and target not in OPS:
         known = ", ".join(OPS)
@@ -256,6 +257,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 
 
 def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
+    """Return the options besides sizes, in the form that the op's class takes."""
     kind = OPS.get(options.target)
     known = kind.settings if kind is not None else ()
     found: list[tuple[str, int | str]] = []
@@ -412,6 +414,7 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
 
 
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
+    """Write everything: options, machine, protocol, all blocks of all rows."""
     document = {
         "interlace": interlace.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -397,6 +397,7 @@ def demo(console: Console, options: DemoOptions) -> int:
 
 
 def _load(options: DemoOptions) -> Workload:
+    """Return the input, after all checks of options that could make the run useless."""
     if options.text is not None and options.input is not None:
         raise ValueError("--text and --input exclude each other")
     inputs = {"--text": options.text, "--input": options.input}
@@ -464,6 +465,7 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
 
 
 def report(console: Console, outcome: CaseResult, number: int) -> None:
+    """Print the result of one case: a line per rank, then the timeline."""
     case, recording = outcome.case, outcome.recording
     console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}")
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")

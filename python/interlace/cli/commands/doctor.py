@@ -31,6 +31,7 @@ class DoctorOptions(CommandOptions):
 
 
 def collect() -> MachineFacts:
+    """Return facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
     facts["places"] = judge_places(facts)
     return facts

@@ -29,6 +29,7 @@ class NewOptions(CommandOptions):
 
 
 def new(console: Any, options: NewOptions) -> int:
+    """Write the files. Raise ValueError if one exists, or if the name cannot be used."""
     refuse_empty("--folder", options.folder)
     name, folder = options.name, pathlib.Path(options.folder)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):

@@ -152,10 +152,12 @@ def dtype_of(options: TuneOptions) -> torch.dtype:
 
 
 def settings_of(options: TuneOptions) -> dict[str, Any]:
+    """Return the settings besides sizes, by the names of the op's class."""
     return {} if options.format is None else {"format": options.format}
 
 
 def check(options: TuneOptions) -> None:
+    """Raise ValueError for options that are not possible, before anything runs."""
     for op in options.op:
         if op not in TUNED:
             raise ValueError(f"OP must be one of {', '.join(TUNED)}, got {op}")
@@ -186,6 +188,7 @@ def check(options: TuneOptions) -> None:
 
 
 def jobs_of(options: TuneOptions) -> list[TuneJob]:
+    """Return every op with every shape whose sizes it has. Raise ValueError or OSError."""
     found = [
         (op, shape[: len(TUNED[op].sizes)])
         for op in ops_of(options)
@@ -216,6 +219,7 @@ def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]
 
 
 def read_shapes(path: pathlib.Path) -> list[MatmulShape]:
+    """Return the shapes in a file, one per line; errors name the line."""
     shapes = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.partition("#")[0].strip()

@@ -202,6 +202,7 @@ class ProgramHooks:
         tell(self.current, pointers, None)
 
     def shared_atomic(self, atomic: Atomic, result: Handle) -> None:
+        """Note that a program has changed its shared memory by an atomic."""
         if self.buffers is not None and atomic.releases:
             self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)

@@ -96,6 +96,8 @@ class Signal(NamedTuple):
 
 @dataclass
 class Recording:
+    """All spans and signals of a run, in the order of time."""
+
     unit: str
     spans: list[RecordedSpan]
     signals: list[Signal]
@@ -105,6 +107,7 @@ class Recording:
         return sum(span.nbytes for span in self.spans if span.rank == rank)
 
     def extent(self) -> tuple[int, int]:
+        """Return the first and the last moment of programs."""
         spans = [span for span in self.spans if span.kind != "item"] or self.spans
         if not spans:
             return 0, 1
@@ -284,6 +287,7 @@ class Recorder(Observer):
         self._last = 0
 
     def recording(self) -> Recording:
+        """Return a recording of everything so far, for :func:`merge`."""
         unit = MICROSECONDS if self._steps is None else STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 

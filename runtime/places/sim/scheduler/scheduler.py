@@ -365,6 +365,7 @@ class Scheduler(ProgramHooks):
         return error
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
+        """Return the segments that ran, in order, for ``strategies.Replay``."""
         self._close_segment()
         return tuple(self.segments)
 

@@ -99,6 +99,8 @@ class _PendingStore:
 
 
 class StoreBuffers:
+    """The stores of a run that are not visible yet."""
+
     def __init__(self, seed: int, observer: Observer) -> None:
         self._observer = observer
         self._random = random.Random(~seed)
