@@ -110,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     broken = [record["case"] for record in records if "error" in record]
     if broken:
         print(f"{len(broken)} of {len(records)} cases failed: {'; '.join(broken)}")
-    wrong = [each["case"] for each in records if not each["correct"] and "error" not in each]
+    wrong = [
+        record["case"] for record in records if not record["correct"] and "error" not in record
+    ]
     if wrong:
         print(f"wrong results: {'; '.join(wrong)}")
     if options.dry_run:

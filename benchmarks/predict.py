@@ -113,7 +113,7 @@ def document(machine: ModelMachine, made: Sequence[Table]) -> str:
                 {"name": t.name, "title": t.title, "head": t.head, "rows": t.rows, "note": t.note}
                 for t in made
             ],
-            "recommended": [asdict(each) for each in chunks],
+            "recommended": [asdict(chunk) for chunk in chunks],
         },
         indent=1,
     )

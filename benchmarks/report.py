@@ -52,7 +52,8 @@ def _pivot(
 ) -> str:
     """A line per key of ``cells``, with a column for each of ``columns``, by its title."""
     rows = (
-        [*map(str, key), *(line.get(each, "") for each in columns)] for key, line in cells.items()
+        [*map(str, key), *(line.get(column, "") for column in columns)]
+        for key, line in cells.items()
     )
     return _table([*head, *columns.values()], rows)
 
@@ -188,7 +189,11 @@ def loops(document: Document) -> str:
 
     def shown(loop: dict[str, Any]) -> tuple[Any, ...]:
         # counts from before fences were counted have no fences
-        numbers = [loop["registers"], *(loop.get(each, 0) for each in counts), loop["loaded_bytes"]]
+        numbers = [
+            loop["registers"],
+            *(loop.get(count, 0) for count in counts),
+            loop["loaded_bytes"],
+        ]
         return loop["kernel"], loop["arch"], loop["where"].split(" in ")[-1], *numbers
 
     def rows() -> Rows:
@@ -225,7 +230,7 @@ def packed(document: Document) -> str:
             counts = (
                 "instructions", "products", "conversions", "loads", "loaded_bytes", "barriers",
             )  # fmt: skip
-            numbers = [rounds * first[each] for each in counts]
+            numbers = [rounds * first[count] for count in counts]
             most = [max(each[of] for each in found) for of in ("registers", "spills")]
             tile = f"{' x '.join(map(str, first['tile']))}, {first['warps']} warps"
             yield [name, f"sm_{arch}", tile, *map(str, numbers), *map(str, most)]
@@ -251,7 +256,7 @@ def rows_in_flight(document: Document) -> str:
         for when, row in shown:
             numbers = ("registers", "threads", "programs", "bytes_of_thread")
             yield [
-                row["kernel"], when, f"`{row['function']}`", *(str(row[each]) for each in numbers),
+                row["kernel"], when, f"`{row['function']}`", *(str(row[number]) for number in numbers),
                 f"{row['bytes'] / 1024:.0f}", str(row["barriers"]), f"{row['barriers_per_row']:.2f}",
             ]  # fmt: skip
 

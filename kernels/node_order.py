@@ -141,7 +141,7 @@ def exchange_moves(rank, nodes, sizes):
     Returns (moves, first row of each source's part, rows of the workspace, slots).
     """
     world_size = len(nodes)
-    arrivals = max(sum(each[owner] for each in sizes) for owner in range(world_size))
+    arrivals = max(sum(size[owner] for size in sizes) for owner in range(world_size))
     relayed = {by: relay_places(by, nodes, sizes) for by in range(world_size)}
 
     def arrived(owner, source):

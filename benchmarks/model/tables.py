@@ -94,8 +94,8 @@ def summary(found: Sequence[Compared]) -> Table:
         groups.setdefault((place, shape.op, rows), []).append(each)
     lines = []
     for (place, op, rows), members in groups.items():
-        errors = sorted(each.error for each in members)
-        within = sum(each.within for each in members)
+        errors = sorted(member.error for member in members)
+        within = sum(member.within for member in members)
         figures = f"{within} of {len(members)}", f"{errors[0]:+.0%} to {errors[-1]:+.0%}"
         lines.append((place, op, rows, *figures))
     total = sum(each.within for each in found)
@@ -118,9 +118,9 @@ def outside(found: Sequence[Compared]) -> Table:
             groups.setdefault((each.published.source, each.why), []).append(each)
     rows = []
     for (source, why), members in groups.items():
-        names = ", ".join(dict.fromkeys(each.published.algorithm for each in members))
-        ms = ", ".join(dict.fromkeys(str(each.published.shape.m) for each in members))
-        errors = ", ".join(f"{each.error:+.0%}" for each in members)
+        names = ", ".join(dict.fromkeys(member.published.algorithm for member in members))
+        ms = ", ".join(dict.fromkeys(str(member.published.shape.m) for member in members))
+        errors = ", ".join(f"{member.error:+.0%}" for member in members)
         rows.append((source, names, ms, errors, why))
     return Table("outside", "More than 15 % off", ("source", "whose", "M", "errors", "why"), rows)
 
@@ -383,7 +383,7 @@ def _published(axes: Any, found: Sequence[Compared]) -> None:
 def _relative(axes: Any, sizes: Sequence[int]) -> None:
     axes.axhline(1.0, color="0.4", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(each) for each in sizes])
+    axes.set_xticks(sizes, [str(size) for size in sizes])
 
 
 def _rows(axes: Any, machine: ModelMachine) -> None:

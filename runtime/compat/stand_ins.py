@@ -32,7 +32,7 @@ _entries: list[tuple[dict[str, object], str, object]] = []
 def simulating() -> Iterator[None]:
     """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
-        for names, values in (each() for each in on_simulated_ranks):
+        for names, values in (rank() for rank in on_simulated_ranks):
             for name, value in values.items():
                 put(leaving, names, name, value)
         yield

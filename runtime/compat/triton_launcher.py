@@ -292,8 +292,8 @@ def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[o
         yield found
         if not beyond.match(str(value.__module__)):
             names = _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
-            for each in names:
-                yield from _named(each, beyond, seen)
+            for name in names:
+                yield from _named(name, beyond, seen)
 
 
 def _of_class(value: type) -> Iterator[object]:

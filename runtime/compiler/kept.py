@@ -42,7 +42,7 @@ def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None
     parts = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
     with contextlib.suppress(OSError):  # raised for a function without a file
         parts += map(_description, named_objects(kernel, _NOT_OURS))
-        if not any(" at 0x" in each for each in parts[2:]):
+        if not any(" at 0x" in part for part in parts[2:]):
             digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
             return folder(request.path) / f"{digest}.json"
     return None

@@ -168,7 +168,7 @@ def _by_field(
     for argument in arguments:
         by_name.setdefault(argument.partition(".")[0], []).append(argument)
     for name, parameter in parameters.items():
-        yield from ((each, parameter) for each in dict.fromkeys(by_name.get(name, [name])))
+        yield from ((fromkey, parameter) for fromkey in dict.fromkeys(by_name.get(name, [name])))
 
 
 def _type(name: str, argument: str, kind: object) -> str:

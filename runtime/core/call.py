@@ -215,7 +215,7 @@ def _read(message: bytes, rank: int) -> tuple[str, Terms, Any]:
         terms = found[1]
         if isinstance(terms, bool) or (
             isinstance(terms, tuple)
-            and all(isinstance(each, tuple) and len(each) == 2 for each in terms)
+            and all(isinstance(term, tuple) and len(term) == 2 for term in terms)
             and all(isinstance(name, str) for name, _ in terms)
         ):
             return found

@@ -176,7 +176,7 @@ def checked_grid(grid: object) -> tuple[int, ...]:
     if not isinstance(grid, Iterable):
         raise TypeError(f"grid must be a tuple of 1 to 3 whole numbers, got {grid!r}")
     extents = tuple(grid)
-    whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
+    whole = all(isinstance(extent, (int, np.integer)) and extent >= 0 for extent in extents)
     if not whole or not 1 <= len(extents) <= 3:
         raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {extents}")
     return extents

@@ -253,7 +253,7 @@ class Control:
         # here, because it needs Triton, and `inspect` does not
         from interlace.runtime.processes.atomics import Words
 
-        self.words = [Words(each.data_address, each.array().data) for each in mappings]
+        self.words = [Words(mapping.data_address, mapping.array().data) for mapping in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]

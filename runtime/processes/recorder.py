@@ -284,7 +284,7 @@ class RankRecord:
     def __post_init__(self) -> None:
         numbers = (self.ranks, self.pids, self.whole)
         fits = (
-            all(type(each) is tuple and {*map(type, each)} <= {int} for each in numbers)
+            all(type(number) is tuple and {*map(type, number)} <= {int} for number in numbers)
             and all(type(each) is int for each in (self.rank, self.now, self.wall))
             and type(self.group) is type(self.failed) is str
             and type(self.since) is float

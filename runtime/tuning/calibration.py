@@ -65,7 +65,7 @@ class Link:
 
     def us(self, size: float) -> float:
         """Return the time for ``size`` bytes, by the last protocol that begins at or below that size."""
-        fitting = [each for each in self.protocols if each.from_bytes <= size]
+        fitting = [protocol for protocol in self.protocols if protocol.from_bytes <= size]
         return (fitting or self.protocols)[-1 if fitting else 0].us(size)
 
     @property
@@ -123,9 +123,9 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
 
 def _check_fields(facts: dict[str, Any]) -> MeasuredMesh:
     links = []
-    for each in facts["links"]:
-        protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
-        links.append(Link(**{**each, "protocols": protocols}))
+    for fact in facts["links"]:
+        protocols = tuple(LinkProtocol(**one) for one in fact["protocols"])
+        links.append(Link(**{**fact, "protocols": protocols}))
     measured = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):
         require(name, getattr(measured, name), isinstance(getattr(measured, name), str))

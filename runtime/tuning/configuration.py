@@ -103,7 +103,7 @@ class Configuration:
         return max(self.stored_parts, min(4, numbers // 32, self.block_n // SMALLEST_DOT))
 
 
-_KINDS = {each.name: type(each.default) for each in fields(Configuration)}
+_KINDS = {field.name: type(field.default) for field in fields(Configuration)}
 
 
 SMALLEST_DOT = 16

@@ -254,7 +254,7 @@ def bucket_of(problem: Problem) -> Bucket:
     (8, 1024, 4096, 8192)
     """
     extents = (problem.world_size, problem.rows, problem.columns, problem.inner)
-    world, rows, columns, inner = (1 << power(each) for each in extents)
+    world, rows, columns, inner = (1 << power(extent) for extent in extents)
     return world, rows, columns, inner
 
 
@@ -359,7 +359,7 @@ def decide(
         candidate = replace(base, **row_of_table.values)
         if capability and chip:  # the row is for a bucket; the last wave depends on the very shape
             tiles = [
-                replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
+                replace(tile, **row_of_table.values) for tile in _tiles(capability, problem, base)
             ]
             candidate, _ = fastest(chip, problem, candidate, tiles, matmul_us)
         near.append((_steps_in_words(steps), Choice(candidate, row_of_table.algorithm, source)))
@@ -426,7 +426,7 @@ def gather_problem(
     format: str = "",
 ) -> Problem:
     """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
-    kinds = {configuration.extents_class(each, inner) for each in columns}
+    kinds = {configuration.extents_class(column, inner) for column in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)
     return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents, format)

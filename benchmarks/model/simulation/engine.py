@@ -403,7 +403,7 @@ class Cluster:
         cores = [gpu.cores for gpu in gpus]
 
         def on_packet(size: int) -> None:
-            for each in cores:
-                each.stall(cost * size)
+            for core in cores:
+                core.stall(cost * size)
 
         return on_packet

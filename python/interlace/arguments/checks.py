@@ -49,9 +49,11 @@ def fill_dense(
     run: Callable[[Sequence[torch.Tensor]], Event | None],
 ) -> Event | None:
     """Run with dense stand-ins for ``outputs`` that are not dense, and copy the results back to these."""
-    if all([each.is_contiguous() for each in outputs]):  # a generator takes longer
+    if all([output.is_contiguous() for output in outputs]):  # a generator takes longer
         return run(outputs)
-    dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
+    dense = [
+        output if output.is_contiguous() else output.new_empty(output.shape) for output in outputs
+    ]
     return copied_back(communicator, outputs, dense, run(dense))
 
 

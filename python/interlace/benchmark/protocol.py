@@ -153,10 +153,10 @@ def copies_of(value: Any, count: int) -> list[Any]:
 
 def _storages(value: Any) -> dict[int, Any]:
     leaves = (
-        packed_rows(each) if isinstance(each, Scaled) else each for each in tree_leaves(value)
+        packed_rows(leaf) if isinstance(leaf, Scaled) else leaf for leaf in tree_leaves(value)
     )
-    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-    return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 FALLBACK_BYTES = 32 << 20

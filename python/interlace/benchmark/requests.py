@@ -353,41 +353,41 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
     errors: dict[str, tuple[float | None, str]] = {}
 
     def check_all(number: int) -> None:
-        for each in candidates:
-            error, message = errors.get(each.name, (None, ""))
-            now, now_said = _check_once(each, number, virtual=request.virtual)
+        for candidate in candidates:
+            error, message = errors.get(candidate.name, (None, ""))
+            now, now_said = _check_once(candidate, number, virtual=request.virtual)
             if now is not None:
-                errors[each.name] = (max(now, error or 0.0), message or now_said)
+                errors[candidate.name] = (max(now, error or 0.0), message or now_said)
             step()
 
     check_all(0)
     rotations: dict[Any, protocol.Rotation] = {}
     rotated_bytes, functions = {}, {}
-    for each in candidates:
-        make = each.timed_inputs or each.inputs
+    for candidate in candidates:
+        make = candidate.timed_inputs or candidate.inputs
         if make not in rotations:
             first = make(0)
             count, set_bytes = sets_of(first, place)
-            count = min(count, each.most_sets)
-            further = protocol.copies_of(first, count) if each.copied else None
+            count = min(count, candidate.most_sets)
+            further = protocol.copies_of(first, count) if candidate.copied else None
             sets = further or [first, *map(make, range(1, count))]
             rotations[make], rotated_bytes[make] = protocol.Rotation(sets), count * set_bytes
-        functions[each.name] = rotations[make].calling(each.run)
+        functions[candidate.name] = rotations[make].calling(candidate.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
     functions.clear()  # they hold the inputs
     rotations.clear()
     check_all(1)
     return [
         BenchRow(
-            each.name,
-            each.role,
-            timings[each.name].calls,
-            Spread.of(timings[each.name].microseconds),
-            timings[each.name].microseconds,
-            *errors.get(each.name, (None, "")),
-            rotated_bytes[each.timed_inputs or each.inputs],
+            candidate.name,
+            candidate.role,
+            timings[candidate.name].calls,
+            Spread.of(timings[candidate.name].microseconds),
+            timings[candidate.name].microseconds,
+            *errors.get(candidate.name, (None, "")),
+            rotated_bytes[candidate.timed_inputs or candidate.inputs],
         )
-        for each in candidates
+        for candidate in candidates
     ]
 
 

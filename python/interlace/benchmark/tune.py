@@ -242,7 +242,7 @@ class _Search:
         self._request, self._tick = request, tick
         kind: Any = TUNED[request.op]
         self._op = kind(place, request.dtype, *request.sizes, **dict(request.settings))
-        self._timed = [Timed(each) for each in request.candidates]
+        self._timed = [Timed(candidate) for candidate in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)
         count, _ = sets_of(self._first, place)

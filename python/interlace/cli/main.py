@@ -49,7 +49,7 @@ def options_of(command: str) -> type[CommandOptions]:
 
 
 def _command_of(arguments: list[str]) -> str:
-    return next((each for each in arguments if not each.startswith("-")), "")
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
 
 
 def needs_torch(arguments: list[str]) -> bool:

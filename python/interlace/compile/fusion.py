@@ -190,7 +190,9 @@ class Report:
         counts = sorted(Counter(candidate.op for candidate in self.fused).items())
         if counts:
             line += f" ({', '.join(f'{op} {count}' for op, count in counts)})"
-        if left := sorted({each.reason for each in self.candidates if not each.fused}):
+        if left := sorted(
+            {candidate.reason for candidate in self.candidates if not candidate.fused}
+        ):
             line += "; left: " + ", ".join(left)
         return line
 

@@ -122,7 +122,7 @@ def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> f
     node = like.graph.create_node("call_function", target, args, options, name=name)
     node.meta.update(origin_of(like))
     values = torch.utils._pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
-    mode = detect_fake_mode([each for each in torch.utils._pytree.tree_leaves(values)])
+    mode = detect_fake_mode([leaf for leaf in torch.utils._pytree.tree_leaves(values)])
     with contextlib.nullcontext() if mode is None else mode:
         node.meta["val"] = target(*values, **options)
     return node
@@ -137,7 +137,7 @@ def origin_of(node: fx.Node) -> dict[str, object]:
 def output_names(graph: fx.Graph) -> list[str]:
     """Return the names of the graph's results in order; "" for a result that is not a node."""
     leaves = torch.utils._pytree.tree_leaves(graph.output_node().args)
-    return [each.name if isinstance(each, fx.Node) else "" for each in leaves]
+    return [leaf.name if isinstance(leaf, fx.Node) else "" for leaf in leaves]
 
 
 def restore_output_names(graph: fx.Graph, names: Sequence[str]) -> None:
@@ -301,7 +301,7 @@ def named_call(node: fx.Node) -> NamedCall | None:
         return NamedCall(schema.name, named_arguments(node), results)
     op: OpOverload = arguments(node)[0]
     named, items = dict(node.kwargs), _results(node)
-    kinds = {each.name: each.alias_info for each in op._schema.arguments}
+    kinds = {argument.name: argument.alias_info for argument in op._schema.arguments}
     changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
     first = max(1, len(op._schema.returns))
     places: dict[str, Any] = {name: index for index, name in enumerate(changed)}
@@ -358,7 +358,7 @@ def _is_composite(node: fx.Node) -> bool:
     if node.meta.get("unbacked_bindings"):
         return False  # a new trace would have new symbols for lengths that depend on data
     examples = tree_leaves(node.meta.get("val"))
-    if not all(isinstance(each, torch.Tensor) for each in examples):
+    if not all(isinstance(example, torch.Tensor) for example in examples):
         return False
     return bool(target.has_kernel_for_dispatch_key(_COMPOSITE))
 
@@ -404,10 +404,10 @@ def inline(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
     """Copy a graph of :func:`trace` before ``like``, with its origin, and return the results' nodes."""
     copies = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     with like.graph.inserting_before(like):
-        for each in traced.nodes:
-            if each.op not in ("placeholder", "output"):
-                copies[each] = like.graph.node_copy(each, copies.__getitem__)
-                copies[each].meta = {**origin_of(like), "val": each.meta["val"]}
+        for node in traced.nodes:
+            if node.op not in ("placeholder", "output"):
+                copies[node] = like.graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {**origin_of(like), "val": node.meta["val"]}
     (results,) = arguments(traced.output_node())
     return tree_map_only(fx.Node, copies.__getitem__, results)
 

@@ -104,7 +104,7 @@ def find(collective: Collective) -> GraphNorm | None:
         if norm.residual is not None and len(source.users) > 1:
             raise Unfit("the reduced tensor is also read elsewhere, without the residual")
         vectors = norm.residual, norm.weight, norm.bias, norm.static, added
-        needed = [each for each in vectors if each is not None]
+        needed = [vector for vector in vectors if vector is not None]
         if ancestors(needed) & {collective.result}:
             raise Unfit("the residual or the norm's weight comes from the reduced tensor")
         return replace(norm, added=added)
@@ -231,7 +231,7 @@ def _layer(total: fx.Node) -> Iterator[Ends]:
 
 def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
     _, lengths, _, _, eps = node.args
-    outputs = {int(each.args[1]): each for each in node.users}  # type: ignore[arg-type]
+    outputs = {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
     if list(lengths) != [shape(total)[-1]] or 0 not in outputs:  # type: ignore[arg-type]
         return
     if any(each.users for index, each in outputs.items() if index):
@@ -411,7 +411,7 @@ def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.No
     """Yield every cast of ``node`` to fp8, the scale that divided it, and whether it was clamped."""
     for user in node.users:
         dtype = value(user).dtype if is_call(user, *CONVERTS) else None
-        clamps = is_call(user, *CLAMPS) and {abs(each) for each in _numbers(user)} == {LARGEST}
+        clamps = is_call(user, *CLAMPS) and {abs(number) for number in _numbers(user)} == {LARGEST}
         if dtype == FP8:
             yield user, scale, clamped
         elif clamps or (dtype is not None and dtype.is_floating_point and dtype.itemsize > 1):

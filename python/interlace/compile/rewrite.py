@@ -180,7 +180,7 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite
 
 def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
     nodes = {product.node for product in products}
-    return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
+    return nodes | {node.args[0] for node in nodes if is_call(node, operator.getitem)}  # type: ignore[misc]
 
 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:

@@ -312,12 +312,12 @@ def _arrives(
         wanted = (numbers // base**digit % base).to(dtype)
         shards = [each.contiguous() for each in wanted.chunk(collective.size, collective.dim)]
         if own_swizzled:
-            shards = [swizzled(each.flatten(0, -2)) for each in shards]
+            shards = [swizzled(shard.flatten(0, -2)) for shard in shards]
         bits = _bytes_as_numbers(value(gather.input).dtype)
         if shards[0].nbytes != value(gather.input).nbytes:
             yield False
             return
-        parts = [each.view(bits).reshape(shape(gather.input)) for each in shards]
+        parts = [shard.view(bits).reshape(shape(gather.input)) for shard in shards]
         found = _run(chain, {gather.result: torch.cat(parts, gather.dim)}, scales.left)
         found = found.contiguous().view(-1).view(dtype)
         if scales.swizzled:

@@ -203,7 +203,7 @@ def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
     return " and ".join(
         name
         for name, operands in tensors.items()
-        if any(each is not None and each.requires_grad for each in operands)
+        if any(operand is not None and operand.requires_grad for operand in operands)
     )
 
 

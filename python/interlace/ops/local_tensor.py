@@ -93,7 +93,7 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
                     _write(written, target._local_tensors[rank], output, rank)
                 return None if written == "out" else target
             columns = zip(*results.values(), strict=True)
-            outputs = [_LocalTensor(dict(zip(results, each, strict=True))) for each in columns]
+            outputs = [_LocalTensor(dict(zip(results, column, strict=True))) for column in columns]
         several = isinstance(func._schema.returns[0].type, torch.ListType)
         return outputs if several else outputs[0]
 

@@ -55,19 +55,19 @@ def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions])
         description=text,
         epilog=kind.epilog,
     )
-    for each in dataclasses.fields(kind):
-        keywords = dict(each.metadata)
-        names = [each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"]
+    for field in dataclasses.fields(kind):
+        keywords = dict(field.metadata)
+        names = [field.name if keywords.pop("positional") else f"--{field.name.replace('_', '-')}"]
         names += [also] if (also := keywords.pop("also", "")) else []
-        if each.default is not dataclasses.MISSING:
-            is_list = isinstance(each.default, tuple)
-            keywords["default"] = list(each.default) if is_list else each.default
+        if field.default is not dataclasses.MISSING:
+            is_list = isinstance(field.default, tuple)
+            keywords["default"] = list(field.default) if is_list else field.default
         parser.add_argument(*names, **keywords)
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
     """Return ``kind`` with the parsed values; lists become tuples."""
-    names = [each.name for each in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 

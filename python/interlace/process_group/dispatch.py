@@ -76,8 +76,8 @@ def is_simulated(tensors: Sequence[object]) -> bool:
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
     return any(
-        isinstance(each, torch.Tensor) and (each.is_meta or hasattr(each, "fake_mode"))
-        for each in tensors
+        isinstance(tensor, torch.Tensor) and (tensor.is_meta or hasattr(tensor, "fake_mode"))
+        for tensor in tensors
     )
 
 
@@ -96,7 +96,7 @@ class _Returning(DispatchMode):
         if not self._is_ours(func, args):
             return func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves(args)
-        if underlying([each for each in leaves if isinstance(each, torch.Tensor)]) is None:
+        if underlying([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]) is None:
             return NotImplemented  # torch then asks the subclasses, with this mode still active
         work = self._serve(*args[:2])
         if work is None:

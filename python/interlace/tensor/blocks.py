@@ -80,7 +80,7 @@ class CutTensor:
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return all ranks' blocks of ``whole``; an empty tensor for a rank without a block."""
-        return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
+        return [whole.new_empty(0) if block is None else cut(whole, block) for block in self.blocks]
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Return this rank's block of ``whole``, which is on ``root``; None if there is none."""
@@ -182,7 +182,9 @@ def checked_placements(placements: object, mesh_ndim: int) -> Placements:
 
 def plain_form(placements: Placements) -> tuple[int | None, ...]:
     """Return the dims that are sharded, and None for a replica, in the form that ranks exchange."""
-    return tuple(each.dim if isinstance(each, Shard) else None for each in placements)
+    return tuple(
+        placement.dim if isinstance(placement, Shard) else None for placement in placements
+    )
 
 
 def of_plain_form(dims: Sequence[int | None]) -> Placements:
@@ -192,12 +194,12 @@ def of_plain_form(dims: Sequence[int | None]) -> Placements:
 def for_dims(placements: Placements, ndim: int) -> Placements:
     """Return ``placements`` with dims from 0; raise ValueError if a tensor of ``ndim`` lacks them."""
     found: list[Placement] = []
-    for each in placements:
-        if isinstance(each, Shard):
-            if not -ndim <= each.dim < ndim:
-                raise ValueError(f"placements: {each} does not fit a tensor with {ndim} dims")
-            each = Shard(each.dim % ndim)
-        found.append(each)
+    for placement in placements:
+        if isinstance(placement, Shard):
+            if not -ndim <= placement.dim < ndim:
+                raise ValueError(f"placements: {placement} does not fit a tensor with {ndim} dims")
+            placement = Shard(placement.dim % ndim)
+        found.append(placement)
     return tuple(found)
 
 

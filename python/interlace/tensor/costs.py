@@ -155,11 +155,11 @@ def _figures(name: str, value: Any, otherwise: list[float]) -> list[float]:
         raise ValueError(
             f"{name} has {len(figures)} figures, but the mesh has {len(otherwise)} dimensions: {figures}"
         )
-    for each in figures:
-        right = isinstance(each, (int, float)) and not isinstance(each, bool)
-        if not right or not 0 <= each < math.inf or (name == "bandwidth" and not each):
-            raise ValueError(f"{name} must be positive and finite, got {each!r} in {value!r}")
-    return [float(each) for each in figures]
+    for figure in figures:
+        right = isinstance(figure, (int, float)) and not isinstance(figure, bool)
+        if not right or not 0 <= figure < math.inf or (name == "bandwidth" and not figure):
+            raise ValueError(f"{name} must be positive and finite, got {figure!r} in {value!r}")
+    return [float(figure) for figure in figures]
 
 
 def _backend(mesh: DeviceMesh) -> str:
@@ -329,8 +329,8 @@ def redistribute_cost(
     gib = spec_to_bytes(current) / current.num_shards / GIB
     steps = _gen_transform_infos_non_cached if _are_we_tracing() else _gen_transform_infos
     cost = 0.0
-    for each in steps(current, target):
-        took, gib = _step(*each.src_dst_placements, topo, each.mesh_dim, gib)
+    for step in steps(current, target):
+        took, gib = _step(*step.src_dst_placements, topo, step.mesh_dim, gib)
         cost += took
     return cost
 

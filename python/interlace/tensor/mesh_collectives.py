@@ -612,14 +612,14 @@ def indexed_all_to_all_v(
     parts: list[_Picked] = facts.exchange(communicator, op, terms, request, check)
     data = tensor.detach()
     picked = [each.to(device=data.device, dtype=torch.int64) for each in picked]
-    lengths = [each.counts[rank] for each in parts]
+    lengths = [part.counts[rank] for part in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = blocks.CutTensor(communicator, shape, data.dtype, blocks.along(shape, dim, lengths))
     result = whole.empty(shape)
     bits = blocks.bits(data)  # torch selects elements of some dtypes only
     sent = [bits.index_select(dim, each).view(data.dtype) for each in picked]
     in_rank(lambda: _all_to_all(communicator, (whole.parts(result), sent)))
-    if not any(each.requires_grad for each in parts):
+    if not any(part.requires_grad for part in parts):
         return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
@@ -655,7 +655,7 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
 
 
 def _check(dim: int, parts: list[_Picked]) -> None:
-    facts.check_equal_beside(dim, [each.shape for each in parts])
+    facts.check_equal_beside(dim, [part.shape for part in parts])
     for rank, receiver in enumerate(parts):
         for sender, other in enumerate(parts if receiver.matrix else ()):
             assert receiver.matrix is not None

@@ -158,7 +158,9 @@ def _infer(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     if name in READING:
         raise first._refuse(name.strip("_"))
     _check_written(func, name, args, kwargs, first)
-    ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in placeholders))
+    ranks = tuple(
+        r for r in first.ranks if all(r in placeholder.ranks for placeholder in placeholders)
+    )
     device = first.device
     # keeps the meta tensor as well: an id is unique only while its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}

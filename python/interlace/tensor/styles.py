@@ -131,7 +131,9 @@ class FusedLinear(nn.Linear):
     def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return local input, weight (k, n) and bias or None, in the dtype of autocast."""
         parameters: list[Any] = [self.weight, self.bias]
-        found: list[Any] = [None if each is None else each.to_local() for each in parameters]
+        found: list[Any] = [
+            None if parameter is None else parameter.to_local() for parameter in parameters
+        ]
         found = [input, *found]
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
@@ -393,7 +395,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
             raise Unfused("the call is traced")
         if self.use_local_output:
             raise Unfused("use_local_output=True: the module gets no DTensor")
-        if not any(isinstance(each, ColwiseLinear) for each in self._module.modules()):
+        if not any(isinstance(module, ColwiseLinear) for module in self._module.modules()):
             raise Unfused("no linear inside has interlace's ColwiseParallel")
         shard = input
         if not isinstance(input, DTensor):

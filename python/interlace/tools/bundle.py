@@ -421,11 +421,11 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
     entries = OPS[target.op].entries(arch, target.options)
-    if any(each.fixed.get("COPIERS") == 0 for each in entries):
+    if any(entry.fixed.get("COPIERS") == 0 for entry in entries):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # a configuration chosen by hand may spill
     by_hand = bool(target.options.overrides)
-    return [replace(each, default=each.default and not by_hand) for each in entries]
+    return [replace(entry, default=entry.default and not by_hand) for entry in entries]
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
@@ -442,7 +442,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
     functions = bundle_formulas.OPS[target.op]
-    needed = _names(each.__code__ for each in functions.values()) - functions.keys()
+    needed = _names(function.__code__ for function in functions.values()) - functions.keys()
     needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
     protocol = (words if op.words else signal).__doc__
     layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
@@ -522,7 +522,7 @@ def _kernel(
 def _names(functions: Iterable[types.CodeType]) -> set[str]:
     found = set[str]()
     for code in functions:
-        within = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        within = (const for const in code.co_consts if isinstance(const, types.CodeType))
         found |= {*code.co_names} | _names(within)
     return found
 

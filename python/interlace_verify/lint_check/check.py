@@ -243,16 +243,17 @@ def by_cause(reports: Sequence[LintReport]) -> list[LintReport]:
     forms = Counter(
         key for report in reports for key in {_cause(report, f) for f in report.findings}
     )
-    told = []
+    kept_reports = []
     for report in reports:
-        mine = {key: f for f in report.findings if forms[key := _cause(report, f)]}
-        others = {key: f" (and in {forms[key] - 1} more forms of it)" for key in mine}
+        first_findings = {key: f for f in report.findings if forms[key := _cause(report, f)]}
+        suffixes = {key: f" (and in {forms[key] - 1} more forms of it)" for key in first_findings}
         findings = (
-            replace(f, message=f.message + others[k] * (forms[k] > 1)) for k, f in mine.items()
+            replace(f, message=f.message + suffixes[k] * (forms[k] > 1))
+            for k, f in first_findings.items()
         )
-        told.append(replace(report, findings=tuple(findings)))
-        forms -= Counter(dict.fromkeys(mine, len(reports)))
-    return told
+        kept_reports.append(replace(report, findings=tuple(findings)))
+        forms -= Counter(dict.fromkeys(first_findings, len(reports)))
+    return kept_reports
 
 
 def _cause(report: LintReport, fault: Fault) -> tuple[str, ...]:
@@ -267,8 +268,8 @@ def _statement(where: SourceText) -> tuple[str, str]:
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
     """Return the request to lint ``launch`` for ``arch``. Raise TypeError or ValueError if it cannot be."""
     types, constexprs, divisible = specialise(launch.kernel, launch.arguments)
-    how = launch.num_warps, launch.num_stages, tuple(ignore)
-    request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
+    options = launch.num_warps, launch.num_stages, tuple(ignore)
+    request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *options)
     _check_request(request)
     return request
 

@@ -48,10 +48,10 @@ class ThreadMemory:
     ) -> Array:
         """Return the indices of elements in an array of all memory; each must be in its thread's part."""
         starts, size = threads.active(self.starts), kind.bits // 8
-        own = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
-        if own.size and (own.min() < 0 or own.max() + size > self.nbytes):
-            where = tuple(np.argwhere((own < 0) | (own + size > self.nbytes))[0])
-            offset = int(own[where])
+        offsets = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
+        if offsets.size and (offsets.min() < 0 or offsets.max() + size > self.nbytes):
+            where = tuple(np.argwhere((offsets < 0) | (offsets + size > self.nbytes))[0])
+            offset = int(offsets[where])
             offset -= (offset > _FARTHEST) << 32  # sums of 32-bit addresses may wrap around
             number = int(threads.active(threads.numbers)[where[0]])
             row = int(addresses[where] - self.base) // self._rows.shape[1]
@@ -97,9 +97,9 @@ def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
 
     def put(threads: Threads, where: Array, bits: Array) -> None:
         memory = threads.session.local
-        places, there = memory.places(threads, where, kind, instruction), memory.view(kind)
-        threads.session.changes += not (there[places] == bits).all()
-        there[places] = bits
+        places, memory_words = memory.places(threads, where, kind, instruction), memory.view(kind)
+        threads.session.changes += not (memory_words[places] == bits).all()
+        memory_words[places] = bits
 
     if instruction.mnemonic == "ld":
         return loading(instruction, parts, kind, addresses, get)
@@ -120,7 +120,7 @@ def build_parameter(instruction: Instruction) -> Action:
     vector, kind = take_accessed(instruction)
     instruction.finish(2)
     parts = take_parts(instruction, instruction.operands[0], vector)
-    writes = [instruction.writer(each, kind, wider=True) for each in parts]
+    writes = [instruction.writer(part, kind, wider=True) for part in parts]
     offset, size = instruction.literal(more.strip() or "0", TYPES["u32"]) or 0, kind.bits // 8
     if not offset and (instruction.parameters or {})[name] is not TYPES["b8"] and len(parts) == 1:
         (write,) = writes
@@ -142,7 +142,7 @@ def build_parameter(instruction: Instruction) -> Action:
 def _by_address(instruction: Instruction) -> Action:
     """Build an access whose register holds an address in the threads' memory or in a kernel parameter."""
     opcode = ".".join([instruction.mnemonic, *instruction.qualifiers])
-    own, kernels = (
+    local_action, kernels = (
         build(replace(instruction, opcode=opcode, operands=list(instruction.operands)))
         for build in (build_local, build_of_kernel)
     )
@@ -151,7 +151,7 @@ def _by_address(instruction: Instruction) -> Action:
 
     def load(threads: Threads) -> None:
         addresses = threads.active(where(threads))
-        action = kernels if is_of_kernel(threads, addresses).any() else own
+        action = kernels if is_of_kernel(threads, addresses).any() else local_action
         action(threads)
 
     return load

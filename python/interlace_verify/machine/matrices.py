@@ -103,7 +103,9 @@ def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
 
 def take_numbers(instruction: Instruction) -> list[str]:
     names = [name for name in instruction.qualifiers if name in NUMBERS]
-    instruction.qualifiers = [each for each in instruction.qualifiers if each not in names]
+    instruction.qualifiers = [
+        qualifier for qualifier in instruction.qualifiers if qualifier not in names
+    ]
     return names
 
 
@@ -219,7 +221,7 @@ def build_matrix_product(instruction: Instruction) -> Action:
     reads = [[instruction.reader(each, register) for each in part] for part in (a, b, c)]
 
     def product(threads: Threads) -> None:
-        first, second, before = (bits_of_warps(threads, each) for each in reads)
+        first, second, before = (bits_of_warps(threads, read) for read in reads)
         rows = rows_of(numbers_of(first, left), eights, packed)
         columns = rows_of(numbers_of(second, right), 1, packed)
         sums = matrix_product(rows, columns.swapaxes(1, 2)) + sums_of(before, total, eights)
@@ -273,8 +275,8 @@ def _build_product(instruction: Instruction) -> Action:
     d, a, b, scale, *immediate = instruction.operands
     from_registers = a.startswith("{")
     literals = [instruction.literal(each, TYPES["s32"]) for each in immediate]
-    signs = [-1 if each == TYPES["s32"].bits_of(-1) else 1 for each in literals[:2]] or [1, 1]
-    turned = [False] * from_registers + [each == 1 for each in literals[2:]] + [False, False]
+    signs = [-1 if literal == TYPES["s32"].bits_of(-1) else 1 for literal in literals[:2]] or [1, 1]
+    turned = [False] * from_registers + [literal == 1 for literal in literals[2:]] + [False, False]
     if None in literals or len(literals) not in (0, 2, 4 - from_registers):
         raise instruction.error("scales and transpositions must be whole numbers")
     if any(turned) and NUMBERS[left].bits != 16:
@@ -283,13 +285,13 @@ def _build_product(instruction: Instruction) -> Action:
     of_sums = columns // (4 if total in PACKED_SUMS else 2)
     if len(results) != of_sums or len(instruction.parts(a)) != (4 if from_registers else 1):
         raise instruction.error(f"'{instruction.opcode}' has a wrong number of registers")
-    slots = [instruction.register(each).slot for each in results]
-    writes = [instruction.active_writer(each, word) for each in results]
-    sums = [instruction.reader(each, word) for each in results]
+    slots = [instruction.register(result).slot for result in results]
+    writes = [instruction.active_writer(result, word) for result in results]
+    sums = [instruction.reader(result, word) for result in results]
     adds = _truth(instruction, scale)
     second = instruction.reader(b, TYPES["b64"])
     if from_registers:
-        factors = [instruction.reader(each, word) for each in instruction.parts(a)]
+        factors = [instruction.reader(part, word) for part in instruction.parts(a)]
     else:
         first = instruction.reader(a, TYPES["b64"])
     packed = 32 // NUMBERS[left].bits
@@ -312,9 +314,9 @@ def _build_product(instruction: Instruction) -> Action:
                 rows = rows.reshape(-1, 4, 16, rows.shape[-1])[
                     np.arange(len(lanes)), lanes // WARP % 4
                 ]
-            others = _matrix(threads, of_b[lanes], columns, right, turned[1])
+            transposed_columns = _matrix(threads, of_b[lanes], columns, right, turned[1])
             before = sums_of(bits_of_warps(threads, sums), total, 2)
-            found = signs[0] * signs[1] * matrix_product(rows, others.swapaxes(1, 2))
+            found = signs[0] * signs[1] * matrix_product(rows, transposed_columns.swapaxes(1, 2))
             found = found + np.where(added[lanes][:, None, None], before, 0)
             registers = registers_of(found, total, clamps)
             for index, write in enumerate(writes):
@@ -330,7 +332,7 @@ def _build_product(instruction: Instruction) -> Action:
 def build_sum(instruction: Instruction) -> Action:
     """Build arithmetic that first waits for a pending sum, as assemblers do."""
     action, known = ARITHMETIC[instruction.mnemonic](instruction), instruction.registers
-    sources = [known[each].slot for each in instruction.operands[1:] if each in known]
+    sources = [known[operand].slot for operand in instruction.operands[1:] if operand in known]
     if not _OF_FLOATS.search(instruction.opcode):
         return action
 
@@ -349,8 +351,8 @@ def build_move(instruction: Instruction) -> Action:
     """Build a copy that is repeated if its source is a pending sum: compilers copy before the wait."""
     action, known = MOVES["mov"](instruction), instruction.registers
     targets, sources = (
-        [known[part].slot for part in instruction.parts(each) if part in known]
-        for each in instruction.operands
+        [known[part].slot for part in instruction.parts(operand) if part in known]
+        for operand in instruction.operands
     )
 
     def move(threads: Threads) -> None:

@@ -124,14 +124,18 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
     at = _target(instruction, index=int(arrives))
     instruction.finish(*((3,) if arrives and expects else (2, 3)))
     counts_one = len(instruction.operands) == 2 and arrives
-    given = None if counts_one else instruction.reader(instruction.operands[-1], _WORD)
+    read_count = None if counts_one else instruction.reader(instruction.operands[-1], _WORD)
     put = instruction.active_writer(instruction.operands[0], _STATE) if arrives else None
 
     def arrive(threads: Threads) -> None:
         program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         numbers = threads.active(threads.numbers).tolist()
-        counts = [1] * len(numbers) if given is None else threads.active(given(threads)).tolist()
+        counts = (
+            [1] * len(numbers)
+            if read_count is None
+            else threads.active(read_count(threads)).tolist()
+        )
         if put is not None:
             put(threads, np.array([each.phase for each in mbarriers], np.uint64))
         for mbarrier, thread, count in zip(mbarriers, numbers, counts, strict=True):
@@ -158,12 +162,12 @@ def build_arrival_of_copies(instruction: Instruction) -> Action:
         mbarriers = _mbarriers(threads, at(threads))
         groups = groups_of(threads, "cp.async")
         for mbarrier in {id(each): each for each in mbarriers}.values():
-            those = everyone.copy()
-            those[everyone] = [each is mbarrier for each in mbarriers]
-            numbers = threads.numbers[those]
+            lanes = everyone.copy()
+            lanes[everyone] = [each is mbarrier for each in mbarriers]
+            numbers = threads.numbers[lanes]
             if not expected:
                 mbarrier.pending += len(numbers)
-            arrival = functools.partial(finish, threads, mbarrier, those, groups.started())
+            arrival = functools.partial(finish, threads, mbarrier, lanes, groups.started())
             if program.draw.random() < AT_ONCE:
                 arrival()
             else:
@@ -206,9 +210,9 @@ def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
         write(threads, whole)
         numbers = threads.active(threads.numbers)
         for mbarrier in {id(m): m for m in mbarriers}.values() if acquires else ():
-            those = np.array([each is mbarrier for each in mbarriers]) & done
-            if those.any():
-                program.hooks.tell("on_awaited", mbarrier.address, numbers[those])
+            lanes = np.array([each is mbarrier for each in mbarriers]) & done
+            if lanes.any():
+                program.hooks.tell("on_awaited", mbarrier.address, numbers[lanes])
         return None
 
     return wait

@@ -246,18 +246,18 @@ def growing_words(protocol: Protocol) -> set[str]:
     """Return the words that one process publishes, never with a smaller value, and others only wait for."""
     publishers: dict[str, Process] = {}
     last: dict[str, int] = {}
-    others: set[str] = set()
+    other_words: set[str] = set()
     for process in protocol.processes:
         for step in process.steps:
             if isinstance(step, Publish):
                 alone = publishers.setdefault(step.word, process) is process
                 if not alone or step.value < last.get(step.word, 0):
-                    others.add(step.word)
+                    other_words.add(step.word)
                 last[step.word] = step.value
             # a publish can disable a wait that may time out or that compares exactly
             elif not isinstance(step, Wait) or step.exact or step.giving_up is not None:
-                others.update(words_of(step))
-    return set(publishers) - others
+                other_words.update(words_of(step))
+    return set(publishers) - other_words
 
 
 def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]]]:
@@ -412,7 +412,7 @@ class ProtocolMachine:
         return [p for p, line in enumerate(self._codes) if not line[state[p]].at_once]
 
     def settle(
-        self, state: bytearray, processes: Iterable[int], told: list[str] | None = None
+        self, state: bytearray, processes: Iterable[int], story: list[str] | None = None
     ) -> str:
         """Take the steps that come at once, of ``processes`` and those they wake; return a violation."""
         pending = list(processes)
@@ -423,12 +423,12 @@ class ProtocolMachine:
                 code = line[state[process]]
                 if not code.at_once and not self._last_read(state, process, code):
                     break
-                text = "" if told is None else self.tell(state, process)
+                text = "" if story is None else self.tell(state, process)
                 wrong = self.step(state, process)
                 if wrong is None:
                     break
-                if told is not None:
-                    told.append(text)
+                if story is not None:
+                    story.append(text)
                 if wrong:
                     return wrong
                 if code.kind is Publish:
@@ -631,10 +631,10 @@ def explore(
 def _replay(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
     """Return all steps of a run in words. ``way``: the process that goes on at each choice."""
     state = bytearray(machine.first)
-    told: list[str] = []
-    wrong = machine.settle(state, range(len(machine.protocol.processes)), told)
+    story: list[str] = []
+    wrong = machine.settle(state, range(len(machine.protocol.processes)), story)
     for process in way:
         assert not wrong
-        told.append(machine.tell(state, process))
-        wrong = machine.step(state, process) or machine.settle(state, (process,), told)
-    return told
+        story.append(machine.tell(state, process))
+        wrong = machine.step(state, process) or machine.settle(state, (process,), story)
+    return story

@@ -214,9 +214,9 @@ def _round(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
 def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
     """Return x * y + z in fp64, rounded once: by integers where all numbers are finite."""
     found = np.asarray(x * y + z)
-    given = np.broadcast_arrays(x, y, z)
+    operands = np.broadcast_arrays(x, y, z)
     usual = np.isfinite(found)
-    exact = zip(*(map(Fraction, each[usual].tolist()) for each in given), strict=True)
+    exact = zip(*(map(Fraction, each[usual].tolist()) for each in operands), strict=True)
     sums = [a * b + c for a, b, c in exact]
     found[usual] = [float(s) if s else near for s, near in zip(sums, found[usual], strict=True)]
     return found
@@ -288,14 +288,16 @@ def build_carrying(instruction: Instruction) -> Action:
     target, *sources = instruction.operands
     multiply = _product(part or "lo", kind, kind)
     of_product = instruction.numbers if part == "hi" else instruction.reader
-    factors = [of_product(each, kind) for each in sources[:2] if multiplies]
-    terms = [instruction.reader(each, kind) for each in sources[len(factors) :]]
+    factors = [of_product(source, kind) for source in sources[:2] if multiplies]
+    terms = [instruction.reader(source, kind) for source in sources[len(factors) :]]
     write, zero = instruction.writer(target, kind), kind.raw.type(0)
     carried, carry = instruction.reader(CARRY, PREDICATE), instruction.writer(CARRY, PREDICATE)
 
     def compute(threads: Threads) -> None:
-        given = [multiply(*(read(threads) for read in factors)).view(kind.raw)] if factors else []
-        x, y = (*given, *(read(threads) for read in terms))
+        product_terms = (
+            [multiply(*(read(threads) for read in factors)).view(kind.raw)] if factors else []
+        )
+        x, y = (*product_terms, *(read(threads) for read in terms))
         more = carried(threads).astype(kind.raw) if takes else zero
         if subtracts:
             found = x - y - more
@@ -387,7 +389,7 @@ def build_comparison(instruction: Instruction) -> Action:
         results = [found] if len(writes) == 1 else [found, ~found]
         results = list(found) if packed else results
         for third in thirds:
-            results = [combine(each, third(threads)) for each in results]
+            results = [combine(result, third(threads)) for result in results]
         for write, each in zip(writes, results, strict=False):
             write(threads, each)
 
@@ -410,8 +412,8 @@ def build_set(instruction: Instruction) -> Action:
     yes = target.raw.type(target.bits_of(1 if target.is_float else -1))
 
     def choose(x: Array, y: Array) -> Array:
-        given = (flushed(x), flushed(y)) if flush and kind.is_float else (x, y)
-        return target.decode(np.where(compare(*given), yes, target.raw.type(0)))
+        operands = (flushed(x), flushed(y)) if flush and kind.is_float else (x, y)
+        return target.decode(np.where(compare(*operands), yes, target.raw.type(0)))
 
     if packed:
         return instruction.computes(lanewise(choose, kind), *[TYPES["b32"]] * 3, raw=True)
@@ -608,9 +610,9 @@ def build_form(instruction: Instruction) -> Action:
     for word, known in zip(words, form.words, strict=True):
         if word not in known:
             raise instruction.unknown(f"the mode of '{instruction.opcode}'", filter(None, known))
-    own = instruction.take_type(form.allowed)
-    kinds = [TYPES[each] if each else own for each in form.kinds]
-    function = functools.partial(form.function, own, *words)
+    main_kind = instruction.take_type(form.allowed)
+    kinds = [TYPES[each] if each else main_kind for each in form.kinds]
+    function = functools.partial(form.function, main_kind, *words)
     return instruction.computes(function, *kinds, raw=form.raw)
 
 

@@ -40,21 +40,21 @@ class AsmOperands:
         self._constraints = constraints
         self.outputs: list[Register] = []
         self.inputs: list[Register] = []
-        for given in filter(None, (part.strip() for part in constraints.split(","))):
-            if given.startswith("~"):
+        for constraint in filter(None, (part.strip() for part in constraints.split(","))):
+            if constraint.startswith("~"):
                 continue
             index = len(self.outputs) + len(self.inputs)
-            letter = given.lstrip("=&")
-            if given.startswith("=") and not self.inputs and letter in _WIDTHS:
+            letter = constraint.lstrip("=&")
+            if constraint.startswith("=") and not self.inputs and letter in _WIDTHS:
                 self.outputs.append(Register(f"${index}", index, _WIDTHS[letter]))
-            elif given.isdecimal() and int(given) < len(self.outputs):
-                tied = self.outputs[int(given)]
+            elif constraint.isdecimal() and int(constraint) < len(self.outputs):
+                tied = self.outputs[int(constraint)]
                 self.inputs.append(Register(f"${index}", tied.slot, tied.bits))
-            elif given in _WIDTHS:
-                self.inputs.append(Register(f"${index}", index, _WIDTHS[given]))
+            elif constraint in _WIDTHS:
+                self.inputs.append(Register(f"${index}", index, _WIDTHS[constraint]))
             else:
                 raise InlineAssemblyError(
-                    f"inline PTX: constraint '{given}' of \"{constraints}\" is not known to the "
+                    f"inline PTX: constraint '{constraint}' of \"{constraints}\" is not known to the "
                     f"interpreter; known are {', '.join(_WIDTHS)}, with = for results, which come "
                     "first, the number of a result, and ~{...}"
                 )
@@ -94,10 +94,10 @@ class AsmOperands:
             handles.append(TensorHandle(data, result.scalar))
         return handles
 
-    def _check(self, what: str, found: list[Register], wanted: int) -> None:
+    def _check(self, noun: str, found: list[Register], wanted: int) -> None:
         if len(found) != wanted:
             raise InlineAssemblyError(
-                f'inline PTX: "{self._constraints}" has {len(found)} {what}, but the arguments '
+                f'inline PTX: "{self._constraints}" has {len(found)} {noun}, but the arguments '
                 f"need {wanted}"
             )
 

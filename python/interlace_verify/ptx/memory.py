@@ -75,12 +75,12 @@ def address_of(
         if np.bitwise_or.reduce(addresses) & within or np.minimum.reduce(addresses) < null:
             wrong = (addresses % align != 0) | (addresses < null)
             address = int(addresses[wrong][0])
-            what = "null" if address < NULL else f"not a multiple of {align}"
-            what = f"{what}; line {instruction.line}: {instruction.text}"
+            problem = "null" if address < NULL else f"not a multiple of {align}"
+            problem = f"{problem}; line {instruction.line}: {instruction.text}"
             if window is None:
                 does, count = _VERBS.get(mnemonic, mnemonic), int(wrong.sum())
-                threads.session.hooks.misplaced(address, int(align), count, does, what)
-            raise ValueError(f"PTX: address {address:#x} is {what}")
+                threads.session.hooks.misplaced(address, int(align), count, does, problem)
+            raise ValueError(f"PTX: address {address:#x} is {problem}")
         return addresses
 
     return at
@@ -316,11 +316,11 @@ def loading(
     if len(parts) == 1:
         (only,) = writes
         return lambda threads: only(
-            threads, total([get(threads, each) for each in addresses(threads)])
+            threads, total([get(threads, address) for address in addresses(threads)])
         )
 
     def load(threads: Threads) -> None:
-        everywhere = [_spread(each, len(parts), kind) for each in addresses(threads)]
+        everywhere = [_spread(address, len(parts), kind) for address in addresses(threads)]
         found = total([get(threads, each) for each in everywhere])
         for index, write in enumerate(writes):
             write(threads, found[:, index])
@@ -335,8 +335,8 @@ def storing(
 
     def store(threads: Threads) -> None:
         bits = _stack([threads.active(read(threads)) for read in reads])
-        for each in addresses(threads):
-            put(threads, _spread(each, len(parts), kind), bits)
+        for address in addresses(threads):
+            put(threads, _spread(address, len(parts), kind), bits)
 
     return store
 
@@ -371,7 +371,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
 
 def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
     if way.orders:
-        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, told="store")
+        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, hook_name="store")
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
@@ -380,8 +380,8 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 
         def perform(mask: Handle = mask) -> None:
             if threads.heard:
-                there = fetch(pointers, mask, kind)
-                pointers.unchanged = bool((there.view(kind.raw) == bits).all())
+                memory_words = fetch(pointers, mask, kind)
+                pointers.unchanged = bool((memory_words.view(kind.raw) == bits).all())
             put(pointers, value, mask)
 
         threads.session.hooks.store(pointers, value, mask, perform)
@@ -392,7 +392,7 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]:
+def _atomic(kind: ScalarType, hook_name: str, way: AccessWay) -> Callable[..., Array]:
     """Return an access that the hooks perform; it returns the old bits."""
     sem = str(way.sem)
 
@@ -405,15 +405,15 @@ def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]
         value: Handle | None = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, every = way.pointers(threads, addresses, kind), all_of(addresses)
+        pointers, all_lanes = way.pointers(threads, addresses, kind), all_of(addresses)
 
-        def perform(mask: Handle = every) -> Any:
-            if mask is not every and not mask.data.all():
+        def perform(mask: Handle = all_lanes) -> Any:
+            if mask is not all_lanes and not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
-        how = told, sem, way.scope, reads_only, compare, not threads.alone, value
-        atomic, session = Atomic(pointers, every, *how), threads.session
+        options = hook_name, sem, way.scope, reads_only, compare, not threads.alone, value
+        atomic, session = Atomic(pointers, all_lanes, *options), threads.session
         change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
         return change_memory(atomic, perform).data.view(kind.raw)
 
@@ -431,8 +431,8 @@ def build_atomic(instruction: Instruction) -> Action:
     name = instruction.require("the operation", known)
     vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
     instruction.finish(2 + returns + (name == "cas"))
-    target, *given = instruction.operands[returns:]
-    vectors = [take_parts(instruction, each, vector) for each in given]
+    target, *operands = instruction.operands[returns:]
+    vectors = [take_parts(instruction, each, vector) for each in operands]
     at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
     way = AccessWay(sem, scope, shared, base=base_of(instruction, target))
     if name == "cas":
@@ -442,7 +442,7 @@ def build_atomic(instruction: Instruction) -> Action:
     writes: list[Write] = []
     if returns:
         parts = take_parts(instruction, instruction.operands[0], vector)
-        writes = [instruction.active_writer(each, kind) for each in parts]
+        writes = [instruction.active_writer(part, kind) for part in parts]
     reads = [[instruction.reader(part, kind) for part in parts] for parts in vectors]
 
     def run(threads: Threads) -> None:
@@ -484,10 +484,15 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
 
 
 def read_modify_write(
-    name: str, kind: ScalarType, way: AccessWay, *, told: str = "", number: ScalarType | None = None
+    name: str,
+    kind: ScalarType,
+    way: AccessWay,
+    *,
+    hook_name: str = "",
+    number: ScalarType | None = None,
 ) -> Callable[..., Array]:
-    """Build an operation. ``told``: its name for hooks, if not ``name``; ``number``: the type of a pair."""
-    access = _atomic(kind, told or name, way)
+    """Build an operation. Hooks see ``hook_name``, or else ``name``; ``number``: the type of a pair."""
+    access = _atomic(kind, hook_name or name, way)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:
@@ -496,7 +501,7 @@ def read_modify_write(
     def apply(threads: Threads, addresses: Array, bits: Array) -> Array:
         changed = functools.partial(change, bits)
         reads_only = harmless is not None and bool((bits == harmless).all())
-        value = handle_of(bits, kind) if told == "store" else None
+        value = handle_of(bits, kind) if hook_name == "store" else None
         return access(threads, addresses, changed, reads_only=reads_only, value=value)
 
     return apply

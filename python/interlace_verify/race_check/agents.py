@@ -137,9 +137,9 @@ class Agent:
 
     def barrier(self, threads: Lanes = None) -> None:
         """Note a barrier of all threads or of ``threads``, which then all have the time of the latest."""
-        times, those = self.own[0], slice(None) if threads is None else threads
+        times, lanes = self.own[0], slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
-        times[those] = times[those].max()
+        times[lanes] = times[lanes].max()
         if threads is not None and len(threads) < self.components:
             known = self._put_own(self._known_to(threads), threads)
             self.acquired.update(dict.fromkeys(threads.tolist(), known))
@@ -148,7 +148,7 @@ class Agent:
             self.observed = {(word, None): writes for (word, _), writes in self.observed.items()}
             self.clock = self._put_own(self._known_to(self.acquired), slice(None))
             self.acquired.clear()
-        times[those] += 1
+        times[lanes] += 1
 
     def quiet(self, threads: Lanes) -> None:
         """Note that stores of ``threads`` have arrived; signals after a barrier pass this on."""
@@ -157,8 +157,8 @@ class Agent:
 
     def _hand_on(self, threads: Iterable[int]) -> None:
         """Give each of ``threads``, which meet, what has arrived of the stores of all of them."""
-        known, told = None, [self.arrivals[each] for each in threads if each in self.arrivals]
-        for clock in {id(each): each for each in told}.values():
+        known, clocks = None, [self.arrivals[each] for each in threads if each in self.arrivals]
+        for clock in {id(each): each for each in clocks}.values():
             known = join_clocks(known, clock)
         if known is None:
             return
@@ -208,8 +208,8 @@ class Agent:
     def _put_own(self, clock: Numbers, threads: Any) -> Numbers:
         """Add the present times of ``threads`` to ``clock``; fences of others may have raised it."""
         end = self.first + self.own.size
-        own = clock[self.first : end].reshape(self.own.shape)
-        own[:, threads] = np.maximum(own[:, threads], self.own[:, threads])
+        own_times = clock[self.first : end].reshape(self.own.shape)
+        own_times[:, threads] = np.maximum(own_times[:, threads], self.own[:, threads])
         return clock
 
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
@@ -244,8 +244,8 @@ class Agent:
 
     def order(self, block: int, threads: Lanes) -> None:
         """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
-        those = slice(None) if threads is None else threads
-        self.own[block, those] = self.own[0, those]
+        lanes = slice(None) if threads is None else threads
+        self.own[block, lanes] = self.own[0, lanes]
         self.mirrors = True
 
     def change(self, threads: Lanes, changed: Callable[[Numbers], Numbers]) -> None:
@@ -253,12 +253,12 @@ class Agent:
         if threads is None:
             self.clock = changed(self.clock)
             return
-        made: dict[int, Numbers] = {}
+        changed_clocks: dict[int, Numbers] = {}
         for thread in threads.tolist():
             known = self.acquired.get(thread)
-            if id(known) not in made:
-                made[id(known)] = changed(join_clocks(known, self.clock).copy())
-            self.acquired[thread] = made[id(known)]
+            if id(known) not in changed_clocks:
+                changed_clocks[id(known)] = changed(join_clocks(known, self.clock).copy())
+            self.acquired[thread] = changed_clocks[id(known)]
 
 
 class AsyncAgent(Agent):
@@ -351,8 +351,8 @@ class SignalLog:
         if seen is not None:
             written = seen.time[(component - first.first) % first.components]
             return seen if time <= written else None
-        others = (each for (reader, _), each in self._seen.items() if reader == second.number)
-        behind = (e for e in others if component < len(e.known) and time <= e.known[component])
+        read_words = (each for (reader, _), each in self._seen.items() if reader == second.number)
+        behind = (e for e in read_words if component < len(e.known) and time <= e.known[component])
         return next(behind, None)
 
     def writers(self, address: int) -> int:

@@ -90,15 +90,15 @@ class TorchAccesses(DispatchMode):
     def _note(self, func: OpOverload, args: object, kwargs: object, result: object) -> None:
         task, detector = self._scheduler.current, self._detector
         name = func.overloadpacket.__name__
-        given = list(_tensors_of(func, args, kwargs))
+        tensors = list(_tensors_of(func, args, kwargs))
         if name == "lift_fresh":  # the last step of torch.tensor(...) and torch.from_numpy(...)
-            for tensor, _ in given:
+            for tensor, _ in tensors:
                 detector.new(task, tensor, "tensor")
             return
         if _is_view(func):
             return
         storages = set()
-        for tensor, writes in given:
+        for tensor, writes in tensors:
             storages.add(tensor.untyped_storage().data_ptr())
             detector.know(tensor, task.rank)
             if name not in _SHAPES_ONLY:
@@ -152,8 +152,8 @@ class RaceTeller(Storyteller):
     ) -> None:
         super().__init__()
         self.detector = Detector(seed, asked=asked, step=lambda: self._count)
-        every = [access for each in findings for access in (each.first, each.second)]
-        self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
+        accesses = [access for each in findings for access in (each.first, each.second)]
+        self._named = {(each.rank, each.who, each.lines) for each in accesses if each is not None}
 
     def _is_named(self, task: Task, lines: tuple[SourceText, ...]) -> bool:
         return (task.rank, self._who(task), lines) in self._named
@@ -225,14 +225,18 @@ def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
     """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel"."""
-    weak = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
+    weak = (
+        {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
+        if asked
+        else {}
+    )
     accesses = [*weak.values()][:MOST_ATOMICS]
-    others = [
-        Detector(detector.seed, Rules(ordered=each.lines[0]), asked=asked) for each in accesses
+    other_accesses = [
+        Detector(detector.seed, Rules(ordered=access.lines[0]), asked=asked) for access in accesses
     ]
-    if others:
-        observed(others)
-    tried = [*zip(accesses, others, strict=True)][::-1]
+    if other_accesses:
+        observed(other_accesses)
+    tried = [*zip(accesses, other_accesses, strict=True)][::-1]
     return {key: access for access, each in tried for key in asked if key not in each.found}
 
 
@@ -297,7 +301,7 @@ def races(
     True
     """
     timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
-    chosen, made = seed_list(seeds), programs(arch, rewrite)
+    chosen, run_programs = seed_list(seeds), programs(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[object, Finding] = {}
     launches: dict[object, Any] = {}
@@ -308,7 +312,7 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
-    run = functools.partial(observed_run, on_rank, world_size, made, store_buffers, timeout)
+    run = functools.partial(observed_run, on_rank, world_size, run_programs, store_buffers, timeout)
 
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
         return run(seed, Several(asked))
@@ -318,8 +322,8 @@ def races(
         raised = run(seed, detector)
         error = SourceText("")
         if raised is not None:
-            told = with_lines(raised)
-            error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
+            problem = with_lines(raised)
+            error = SourceText(f"{type(raised).__name__}: {problem}", problem.frames)
         of_its_kind = errors if refused(raised) is None else refusals
         endless = isinstance(raised, EndlessTaskError)
         differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
@@ -330,7 +334,7 @@ def races(
             lines |= getattr(detector, name)
         for key, reach in detector.reaches.items():
             reaches.setdefault(key, Reach()).join(reach)
-        launches = {**{specialisation(each): each for each in detector.launches}, **launches}
+        launches = {**{specialisation(launch): launch for launch in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
         if endless:  # other schedules, and reruns of this one, would also run to the time limit
             found |= {each.key: each for each in new}
@@ -462,12 +466,14 @@ def _explain(
     if finding.first is None:
         return finding
     flag = hints.plain_flag(finding, polls)
-    made = [CAUSES[rule][1](finding) for rule in broken] or [flag or hints.missing(finding, behind)]
+    rule_hints = [CAUSES[rule][1](finding) for rule in broken] or [
+        flag or hints.missing(finding, behind)
+    ]
     kinds = {CAUSES[rule][0] for rule in broken} or ({"weak order"} if flag else set())
     kinds = kinds or {"mixed access" if finding.polled else finding.kind}
     return replace(
         finding,
         kind=kinds.pop() if len(kinds) == 1 else "weak order",
-        hint="; and ".join(dict.fromkeys(each.text for each in made)),
-        change=tuple(dict.fromkeys(access.lines for each in made for access in each.at)),
+        hint="; and ".join(dict.fromkeys(each.text for each in rule_hints)),
+        change=tuple(dict.fromkeys(access.lines for each in rule_hints for access in each.at)),
     )

@@ -76,10 +76,10 @@ class FailedSignal:
     part: str = ""
 
     def __str__(self) -> str:
-        others = f", one of {self.writers} writers" if self.writers > 1 else ""
+        writers_text = f", one of {self.writers} writers" if self.writers > 1 else ""
         return (
             f"{byte_of(self.memory, self.offset, self.part)}, index {self.index}\n"
-            f"  written {self.written}{others}\n  seen    {self.seen}"
+            f"  written {self.written}{writers_text}\n  seen    {self.seen}"
         )
 
 
@@ -338,18 +338,20 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
     also = {cause: _other_accesses(finding, reach[cause]) for cause, finding in first.items()}
     for cause, finding in list(first.items()):
         races = (each for each, race in first.items() if race.first is not None)
-        of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
+        of = next((race for race in races if _too_early(finding, reach[cause], reach[race])), None)
         if of is not None:
             del first[cause]
             also[of] += (f"{finding.kind} if it runs first: {_kind_of(finding.second)}",)
-    told = [
+    first_findings = [
         replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
         for at, each in first.items()
     ]
-    others = [each for each in told if each.kind != each.race]
-    perhaps = "; a finding above may also be the cause of this one" if others else ""
-    bare = [replace(each, hint=each.hint + perhaps) for each in told if each.kind == each.race]
-    return (*others, *bare)
+    explained = [each for each in first_findings if each.kind != each.race]
+    perhaps = "; a finding above may also be the cause of this one" if explained else ""
+    bare = [
+        replace(each, hint=each.hint + perhaps) for each in first_findings if each.kind == each.race
+    ]
+    return (*explained, *bare)
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
@@ -365,10 +367,10 @@ def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
 
 
 def _other_accesses(finding: Finding, reach: Reach) -> tuple[str, ...]:
-    told = {_kind_of(each) for each in (finding.first, finding.second) if each is not None}
-    others = [text for text in reach.accesses if text not in told]
-    more = len(others) - MOST_ACCESSES
-    return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
+    shown_kinds = {_kind_of(each) for each in (finding.first, finding.second) if each is not None}
+    other_texts = [text for text in reach.accesses if text not in shown_kinds]
+    more = len(other_texts) - MOST_ACCESSES
+    return (*other_texts[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
 
 
 def _is_part(finding: Finding, whole: Finding) -> bool:

@@ -71,8 +71,8 @@ class KnownTimes:
                 first = self.owners[one].first
                 low, high = threads & (1 << THREAD_BITS) - 1, threads >> THREAD_BITS
                 known = clock[first + low : first + high + 1].min()
-                those = several & (component == one) & (of_threads == threads)
-                late |= those & (time > known)
+                lanes = several & (component == one) & (of_threads == threads)
+                late |= lanes & (time > known)
         return late
 
     def lacks(self, marks: Numbers) -> Any:
@@ -196,10 +196,10 @@ class ShadowSegment:
         memory = np.frombuffer(view, np.uint8)
         offsets = cells[:, None] * self.cell + np.arange(self.cell)
         if seen is None:
-            there = memory[np.minimum(offsets, nbytes - 1)]
+            memory_bytes = memory[np.minimum(offsets, nbytes - 1)]
         else:
-            there = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
-        same = there == poison[offsets % len(poison)]
+            memory_bytes = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
+        same = memory_bytes == poison[offsets % len(poison)]
         same |= offsets >= nbytes  # the last cell may be longer than the memory
         return cells[same.all(axis=1)]
 
@@ -268,8 +268,8 @@ class ShadowSegment:
         later = np.where(several, threads >> THREAD_BITS, alone)
         low = np.where(counts, np.minimum(low, earlier), low)
         high = np.where(counts, np.maximum(high, later), high)
-        which = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
-        return np.where(low == high, 0, which)
+        thread_range = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
+        return np.where(low == high, 0, thread_range)
 
 
 class ShadowMemory:
@@ -335,8 +335,8 @@ class ShadowMemory:
             segment = self._at_or_page(int(addresses[0]))
             yield segment, segment.cells(addresses, size)
             return
-        for segment, which in self.parts(addresses):
-            yield segment, segment.cells(addresses[which], size)
+        for segment, lanes in self.parts(addresses):
+            yield segment, segment.cells(addresses[lanes], size)
 
 
 def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -346,8 +346,10 @@ def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
     size = tensor.element_size()
     if tensor.is_contiguous():
         return [(tensor.data_ptr(), tensor.numel() * size)]
-    every = zip(tensor.stride(), tensor.shape, strict=True)
-    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
+    stride_and_extent = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted(
+        (stride, extent) for stride, extent in stride_and_extent if extent > 1 and stride
+    )[::-1]
     run = size
     while dims and dims[-1][0] * size == run:
         run *= dims.pop()[1]

@@ -397,15 +397,15 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
             else:
                 best = smaller
                 part = min(part, max(1, len(best) // 2))
-    told = found if best is found.segments else trial.run(seed, best, tell=True)
+    trial_run = found if best is found.segments else trial.run(seed, best, tell=True)
     text = "the results differ from the first schedule's"
     if kind is None:
         kind = "not repeatable"
         text = "failed once, but not again: something other than the schedule causes it"
-    elif told.error is not None:
-        text = with_lines(told.error)
+    elif trial_run.error is not None:
+        text = with_lines(trial_run.error)
     switches = max(0, len(found.segments) - 1)
-    return Failure(seed, kind, text, best, switches, told.story, found.story)
+    return Failure(seed, kind, text, best, switches, trial_run.story, found.story)
 
 
 def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:

@@ -72,8 +72,10 @@ class Story:
         if not isinstance(wait.where, SourceText):
             return ()
         frames = wait.where.frames
-        own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
-        return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
+        rank_lines = (
+            step.lines for step in self.steps[::-1] if step.rank == wait.rank and step.lines
+        )
+        return next((lines for lines in rank_lines if lines[0].frames == frames), (wait.where,))
 
 
 def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
@@ -159,9 +161,11 @@ class Storyteller(Observer):
             for word in span or ():
                 by_task = users.setdefault(word, {})
                 by_task[step.task] = by_task.get(step.task, False) or writes
-        told = {word for word, tasks in users.items() if len(tasks) > 1 and any(tasks.values())}
+        shared_words = {
+            word for word, tasks in users.items() if len(tasks) > 1 and any(tasks.values())
+        }
         for step, (span, _) in zip(self._steps, self._spans, strict=True):
-            yield step._replace(alone=span is not None and told.isdisjoint(span))
+            yield step._replace(alone=span is not None and shared_words.isdisjoint(span))
 
     def on_stuck(self) -> None:
         self._stuck = self._count
@@ -199,11 +203,15 @@ class Storyteller(Observer):
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
         if not addresses:
             return
-        place = together(self._place(task, each) or "own memory" for each in addresses)
+        place = together(self._place(task, address) or "own memory" for address in addresses)
         span = _words(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         before = active(result.data, atomic.pointers, atomic.mask)
-        seen, *others = dict.fromkeys(before)
-        more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
+        seen, *other_values = dict.fromkeys(before)
+        more = (
+            f" and {other_values[0] if len(other_values) == 1 else f'{len(other_values)} more'}"
+            if other_values
+            else ""
+        )
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
         if atomic.compare is not None:  # a failed swap only reads
             wanted = np.broadcast_to(atomic.compare.data, result.data.shape)
@@ -218,7 +226,7 @@ class Storyteller(Observer):
 
     def _awaited_steps(self, task: Task, addresses: list[int]) -> list[int]:
         """Return other tasks' steps that wrote these signals and that ``task`` has not seen yet."""
-        found = {self._written[each] for each in addresses if each in self._written}
+        found = {self._written[address] for address in addresses if address in self._written}
         new = sorted({step for writer, step in found if writer is not task})
         new = [step for step in new if (task, step) not in self._seen]
         self._seen.update((task, step) for step in new)

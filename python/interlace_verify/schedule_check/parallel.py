@@ -88,9 +88,9 @@ def map_seeds(
 
 
 class _WorkerEnded(InterlaceError):
-    def __init__(self, names: str, how: str) -> None:
-        self.how = how
-        super().__init__(f"{names}: {how}")
+    def __init__(self, names: str, reason: str) -> None:
+        self.how = reason
+        super().__init__(f"{names}: {reason}")
 
 
 class _ForkedWorker:

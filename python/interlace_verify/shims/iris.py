@@ -67,8 +67,8 @@ class Iris:
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
         """Return a tensor on the heap. Every rank must allocate the same, in the same order."""
-        given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        shape, dtype = tuple(given), torch.get_default_dtype() if dtype is None else dtype
+        extents = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        shape, dtype = tuple(extents), torch.get_default_dtype() if dtype is None else dtype
         begin, nbytes = self._end, math.prod(shape) * dtype.itemsize
         self._end = -(-(begin + nbytes) // ALIGNMENT) * ALIGNMENT
         if self._end > self.heap_size:

@@ -97,7 +97,7 @@ def _copy_by_threads(to, source, nbytes, first, threads):
 @triton.jit
 def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, ORDER: tl.constexpr):
     # not tl.store, because thread 0 alone stores a scalar
-    given = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
+    nbytes_and_start = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
     run_ptx(
         f"""
         {{
@@ -117,7 +117,13 @@ def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, OR
         OVER:
         }}
         """,
-        (to, source, given[0], given[1], tl.full((), threads * SIZE, tl.int64)),
+        (
+            to,
+            source,
+            nbytes_and_start[0],
+            nbytes_and_start[1],
+            tl.full((), threads * SIZE, tl.int64),
+        ),
     )
 
 
@@ -229,15 +235,15 @@ getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_war
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``. It is a put, and not ordered either."""
     _put_begins()
-    given = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
-    run_ptx("st.relaxed.sys.global.b32 [$1], $2;", given)
+    operands = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
+    run_ptx("st.relaxed.sys.global.b32 [$1], $2;", operands)
     _put_ends()
 
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
     """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed, so it needs a fence before it."""
-    given = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
+    operands = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
     ptx(
         """
         {
@@ -248,7 +254,7 @@ def signal_op(sig_addr, signal, sig_op, pe):
             @!%add st.relaxed.sys.global.u64 [$1], $2;
         }
         """,
-        (given[0], given[1], tl.full((), sig_op, tl.int32)),
+        (operands[0], operands[1], tl.full((), sig_op, tl.int32)),
     )
 
 
@@ -365,8 +371,8 @@ sync_all_block = sync_all_warp = sync_all
 
 @triton.jit
 def team_n_pes(team):
-    given = [tl.full((), team, tl.int32)]
-    return ptx("call ($0), nvshmem_team_n_pes, ($1);", given, is_pure=True)
+    operands = [tl.full((), team, tl.int32)]
+    return ptx("call ($0), nvshmem_team_n_pes, ($1);", operands, is_pure=True)
 
 
 @triton.jit
@@ -384,8 +390,8 @@ def team_my_pe(team):
 @triton.jit
 def remote_mc_ptr(team, ptr):
     """Return the multicast address, for ``multimem`` instructions, of all ranks' memory at ``ptr``."""
-    given = tl.full((), team, tl.int32), address_of(ptr)
-    address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", given, tl.int64, True)
+    operands = tl.full((), team, tl.int32), address_of(ptr)
+    address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", operands, tl.int64, True)
     return address.to(ptr.dtype, bitcast=True)
 
 

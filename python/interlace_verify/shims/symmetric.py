@@ -28,12 +28,12 @@ def ptx(
     letters = [f"={_letter(tl.core._unwrap_if_constexpr(kind))}" for kind in results]
     letters += [_letter(value.dtype) for value in values]
     several = len(values) > 1  # Triton does not mix pointers with other numbers
-    given = [
+    operands = [
         value.to(tl.int64, bitcast=True, **known) if several and value.dtype.is_ptr() else value
         for value in values
     ]
-    how = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
-    return tl.inline_asm_elementwise(text, ",".join(letters), given, **how, **known)
+    options = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
+    return tl.inline_asm_elementwise(text, ",".join(letters), operands, **options, **known)
 
 
 def run_ptx(text: object, values: object = (), _semantic: object = None) -> None:
@@ -73,8 +73,8 @@ def remote_ptr(pointer, pe):
 
     ValueError for memory that is not symmetric or not on all ranks yet, and for a rank that does not exist.
     """
-    given = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
-    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", given, tl.int64, True)
+    operands = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
+    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", operands, tl.int64, True)
     return address.to(pointer.dtype, bitcast=True)
 
 
@@ -99,10 +99,10 @@ def _meet() -> None:
     if place not in _meetings:
         # its own group, so that the host's barriers are counted apart
         _meetings[place] = place.subgroup(tuple(range(place.world_size)), -1)
-    own = _meetings[place]
-    own.arrive()
-    own.exchange(b"", "barrier_all")
-    own.depart()
+    meeting = _meetings[place]
+    meeting.arrive()
+    meeting.exchange(b"", "barrier_all")
+    meeting.depart()
 
 
 FUNCTIONS.update(

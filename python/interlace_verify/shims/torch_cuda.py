@@ -261,9 +261,9 @@ class OnOneCpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         if func in _SITE:
-            own = bool(self._streams.mine()) and not _asked_by_us()
-            where = torch.device("cuda", current_device()) if own else torch.device("cpu")
-            return own if func == _Tensor.is_cuda.__get__ else where
+            is_users = bool(self._streams.mine()) and not _asked_by_us()
+            where = torch.device("cuda", current_device()) if is_users else torch.device("cpu")
+            return is_users if func == _Tensor.is_cuda.__get__ else where
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return args[0]
         if func is _Tensor.record_stream:

@@ -188,11 +188,11 @@ def destroy_process_group(group: object = None) -> None:
 
 def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
     """Return the group of ``ranks`` to its members. Collective over all ranks."""
-    made = new_simulated_group(ranks)
-    if not isinstance(made, Communicator):
-        return made
-    name = name_of(groups.default_group(), made)
-    return _register(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
+    group = new_simulated_group(ranks)
+    if not isinstance(group, Communicator):
+        return group
+    name = name_of(groups.default_group(), group)
+    return _register(SimulatedGroup.over(group.place, lambda: group, name), group.ranks)
 
 
 def resolve_process_group(name: str) -> Any:

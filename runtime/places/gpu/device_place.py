@@ -87,7 +87,7 @@ class Residency:
             other_chains = [chain for chain in chains.values() if chain is not own_chain]
             while (
                 other_chains
-                and own_chain.largest + sum(each.largest for each in other_chains) > self.capacity
+                and own_chain.largest + sum(chain.largest for chain in other_chains) > self.capacity
             ):
                 other = other_chains.pop(0)
                 waited += other.ends

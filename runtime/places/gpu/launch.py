@@ -117,10 +117,15 @@ class _Compiled:
             count += fields
         self._order: list[tuple[int, Any]] = []
         self._tuples: list[slice] = []  # of the values in the order of the parameters
-        for each in inspect.signature(launch.kernel.fn).parameters.values():
+        for parameter in inspect.signature(launch.kernel.fn).parameters.values():
             begin = len(self._order)
-            self._order += [(i, each.default) for i in places.get(each.name, range(-1, 0))]
-            if isinstance(launch.arguments.get(each.name), tuple) and each.name not in fixed:
+            self._order += [
+                (i, parameter.default) for i in places.get(parameter.name, range(-1, 0))
+            ]
+            if (
+                isinstance(launch.arguments.get(parameter.name), tuple)
+                and parameter.name not in fixed
+            ):
                 self._tuples.append(slice(begin, len(self._order)))
         if [index for index, _ in self._order] == list(range(count)):
             self._order = []  # the given order

@@ -568,9 +568,9 @@ def _where_they_lie(
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False
     first = last = index = 0
-    for each in operands:
+    for operand in operands:
         start = end = addresses[index]
-        for _ in range(1 if isinstance(each, torch.Tensor) else len(each)):
+        for _ in range(1 if isinstance(operand, torch.Tensor) else len(operand)):
             if addresses[index] != end:
                 return False
             end += tensors[index].nbytes

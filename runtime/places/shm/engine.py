@@ -114,8 +114,8 @@ class HostEngine(Engine):
             key = sides, in_place, nbytes
         else:
             tensors = [*gives, *takes]
-            addresses = [each.data_ptr() for each in tensors]
-            sizes = [each.nbytes for each in tensors]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            sizes = [tensor.nbytes for tensor in tensors]
             whole, extent = tensors[0], sizes[0]
             nbytes, in_place = extent, False
             if alike:
@@ -305,7 +305,7 @@ class HostEngine(Engine):
             extent, addresses = output.nbytes, [gives.data_ptr(), output.data_ptr()]
             key = "reduce_scatter", extent
         else:
-            sizes = [each.nbytes for each in gives]
+            sizes = [give.nbytes for give in gives]
             extent, addresses = max(sizes), [each.data_ptr() for each in (*gives, output)]
             key = self._key(sizes, True, "reduce_scatter list", extent)
         parts = functools.partial(self._parts, INPUT, gives)

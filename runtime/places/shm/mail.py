@@ -674,7 +674,7 @@ class Mail:
         """Return whether messages are outgoing or an end has followers, which may help a peer."""
         with self._lock:
             leaving = self._messages is not None and self._messages.leaving
-            return leaving or any(each.followed for each in self._futures())
+            return leaving or any(future.followed for future in self._futures())
 
     def _run(self) -> None:
         try:

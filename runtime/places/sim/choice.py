@@ -114,7 +114,7 @@ def _not_interpreted(text: str) -> str | None:
 def arch_for(texts: frozenset[str]) -> int:
     """Return the first GPU, 80 for sm_80, that has all instructions in ``texts``."""
     needed_by = laboratory("ptx.targets").needed_by
-    later = any(needed_by(each) > 80 or _SINCE_90.search(each) for each in texts)
+    later = any(needed_by(text) > 80 or _SINCE_90.search(text) for text in texts)
     return 90 if later else 80
 
 

@@ -260,8 +260,8 @@ def enclosing_run(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPl
     with ExitStack() as stack:
         stack.enter_context(called_directly(lambda: streams.current() is not None))
         stack.enter_context(Asynchronous(streams))
-        for each in chosen.contexts(streams):
-            stack.enter_context(each)
+        for context in chosen.contexts(streams):
+            stack.enter_context(context)
         yield begin
 
 
@@ -392,7 +392,7 @@ def _allocate_results(
         shapes = func(*on_meta, **kwargs)
     except Exception:  # the op's own error is better
         return None
-    if not all(isinstance(each, torch.Tensor) for each in tree_leaves(shapes)):
+    if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(shapes)):
         return None
     return tree_map_only(torch.Tensor, _strided_as, shapes), None
 

@@ -459,7 +459,7 @@ def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
             spread = row.microseconds
             carried = (row.busbw or 0.0) * spread.median
             values = spread.median, spread.low, spread.high
-            drawn.append((i, *(carried / each if rated else each for each in values)))
+            drawn.append((i, *(carried / value if rated else value for value in values)))
         x, middle, low, high = zip(*drawn, strict=True)
         style = {BASELINE: "--", PART: ":"}.get(role, "-")
         line = axes.plot(x, middle, style, marker="o", label=name)
@@ -487,7 +487,7 @@ def bench(console: Any, options: BenchOptions) -> int:
     else:
         results = _as_rank(options, requests)
         if not _prints():  # rank 0 prints the same; a status of 1 here would end it too early
-            failed = [each.failed for each in results if each.failed]
+            failed = [result.failed for result in results if result.failed]
             print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
             return 1 if failed else 0
     render(console, options, results)
@@ -501,7 +501,7 @@ def bench(console: Any, options: BenchOptions) -> int:
         elif options.plot is not None:
             write_plot(pathlib.Path(options.plot), results)
             write(console, f"Plot: {options.plot}")
-    return 0 if all(each.right for each in results) else 1
+    return 0 if all(result.right for result in results) else 1
 
 
 def _prints() -> bool:

@@ -117,7 +117,7 @@ class BuildOptions(CommandOptions):
     )
 
 
-_NAMES = [each.name for each in fields(BuildOptions)]
+_NAMES = [field.name for field in fields(BuildOptions)]
 _OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
 
 

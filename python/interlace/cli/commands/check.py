@@ -466,7 +466,7 @@ class ScaledCase(CheckCase):
     def on_rank(self, seed: int) -> torch.Tensor:
         operands = self._operands(seed, interlace.get_rank())
         op = getattr(functional, self.op)
-        on_device = [each.to(interlace.device()) for each in operands]
+        on_device = [operand.to(interlace.device()) for operand in operands]
         output = op(*on_device, out_dtype=OUTPUT, algorithm=self.variant)
         return functional.wait(output).cpu()
 

@@ -189,7 +189,7 @@ class TorchBlocks:
         def run() -> None:
             of_query = self._of_query[source] = []
             parts = self._problem.parts_of_rows(contribution)
-            sums = [RowTotal(each.permute(1, 2, 0, 3)) for each in parts]
+            sums = [RowTotal(part.permute(1, 2, 0, 3)) for part in parts]
             for rows, mask, causal, key, value in self._visible_keys(source, packed):
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
@@ -279,10 +279,10 @@ def differentiated(
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
     """Fill smaller heads with zeros at the end: torch's kernel takes one size only."""
-    size = max(each.shape[-1] for each in tensors)
+    size = max(tensor.shape[-1] for tensor in tensors)
     return [
-        each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1]))
-        for each in tensors
+        tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
+        for tensor in tensors
     ]
 
 

@@ -436,7 +436,7 @@ def _outputs(record: DecodeArguments, size: Any) -> list[Tensor]:
 def _start(communicator: Communicator, record: DecodeArguments) -> Started:
     """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
     results: Any = decode(communicator, (record,))
-    return Started([each.contiguous() for each in results], None)
+    return Started([result.contiguous() for result in results], None)
 
 
 def _own_keys(record: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -458,10 +458,10 @@ def _own_keys(record: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Ten
 
 
 def reference(ranks: Sequence[DecodeArguments], size: int) -> list[list[Tensor]]:
-    results, first = [_outputs(each, size) for each in ranks], ranks[0]
-    by_rank.alike(OP, "q", [each.q for each in ranks])
+    results, first = [_outputs(rank, size) for rank in ranks], ranks[0]
+    by_rank.alike(OP, "q", [rank.q for rank in ranks])
     query = first.q.unsqueeze(1) if first.q.dim() == 3 else first.q
-    keys_of = [_own_keys(each, query.shape[1]) for each in ranks]
+    keys_of = [_own_keys(rank, query.shape[1]) for rank in ranks]
     key, value, seen = (torch.cat(each, 2) for each in zip(*keys_of, strict=True))
     wide, scale = wide_dtype(query.dtype), scale_of(first.scale, query.shape[3])
     query, key, value = (each.to(wide) for each in (query.transpose(1, 2), key, value))
@@ -553,7 +553,9 @@ def distributed_decode(
     def run(record: DecodeArguments, async_op: bool = False) -> Any:
         return decode(communicator, (record,), (), async_op)
 
-    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
+    if torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in tensors
+    ):
         # its backward raises: there are no gradients
         output, lse = run_recorded(
             DISTRIBUTED_DECODE, communicator, given, run, lambda outputs, _: outputs, False

@@ -314,7 +314,7 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
     >>> nn.functional.positions_of_ranks([2, 2]).tolist()
     [0, 3, 1, 2]
     """
-    counts = tuple(checks.integer("lengths", each) for each in lengths)
+    counts = tuple(checks.integer("lengths", length) for length in lengths)
     if min(counts, default=0) < 0:
         raise ValueError(f"lengths must not be negative, got {list(counts)}")
     shards = TokenShards(counts, checks.one_of("balance", balance, BALANCES))

@@ -502,25 +502,25 @@ def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
     op, first = ranks[0].op, ranks[0]
     checks.algorithm_and_dtype(first.input, first)
     by_rank.alike(op, "input", by_rank.inputs(ranks), but=0)
-    by_rank.alike(op, "weight", [each.weight for each in ranks])
+    by_rank.alike(op, "weight", [rank.weight for rank in ranks])
     checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
-    return [checked_bias(each.bias, each.weight.shape[1], each.input) for each in ranks]
+    return [checked_bias(rank.bias, rank.weight.shape[1], rank.input) for rank in ranks]
 
 
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
     """Return every rank's product, cut into the columns of each receiver."""
-    outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
+    outputs, biases = [to_heads_output(rank, size) for rank in ranks], _alike(ranks)
     shapes.own_length(ranks[0].weight.shape[1], size, "dimension 1 of weight")
-    wholes = [len(each) for each in outputs]
-    own_lengths = [len(each.input) for each in ranks]
+    wholes = [len(output) for output in outputs]
+    own_lengths = [len(rank.input) for rank in ranks]
     lengths = _lengths(TO_HEADS, list(zip(own_lengths, wholes, strict=True)))
-    places = [torch.split(each, lengths) for each in outputs]
+    places = [torch.split(output, lengths) for output in outputs]
     for source, (each, bias) in enumerate(zip(ranks, biases, strict=True)):
         product = each.input.new_empty([*each.input.shape[:-1], each.weight.shape[1]])
         operands.multiply(product.flatten(0, -2), rows_of(each.input, 0), each.weight, bias)
         for place, columns in zip(places, product.chunk(size, -1), strict=True):
             place[source].copy_(columns)
-    return [[each] for each in outputs]
+    return [[output] for output in outputs]
 
 
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:

@@ -320,7 +320,7 @@ def all_gather_attention_fused(
     }
 
     def arriving() -> Iterator[tuple[int, int]]:
-        for source in [each for each in arrivals if each != rank]:
+        for source in [arrival for arrival in arrivals if arrival != rank]:
             first, count = slots_of(source)
             for slot in range(first, first + count):
                 yield source, slot

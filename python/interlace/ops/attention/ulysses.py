@@ -50,7 +50,7 @@ class HeadShards:
         self.first = [
             q.start - k.start * per_key for q, k in zip(self.queries, self.keys, strict=True)
         ]
-        ends = accumulate((_count(each) for each in self.keys), initial=0)
+        ends = accumulate((_count(key) for key in self.keys), initial=0)
         self.copies = [slice(a, b) for a, b in pairwise(ends)]
 
 
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = None) -> Piece:
-    sizes = tuple(each.shape[3] for each in tensors)
+    sizes = tuple(tensor.shape[3] for tensor in tensors)
     return Piece(tensors[0].shape[1], sizes, dtype or tensors[0].dtype, heads)
 
 

@@ -83,7 +83,7 @@ def checked_all_to_all(
         "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
         written=True,
     )  # fmt: skip
-    expected = tuple(each.shape for each in outputs)
+    expected = tuple(output.shape for output in outputs)
     sent = tuple(each.shape for each in inputs)
     key = ("all_to_all", dtype, *expected, *sent)
     call = communicator.calls.get(key)

@@ -228,7 +228,7 @@ def exchange(
     """``outputs[r]`` = part [own rank] of rank r's ``input``, but the own; of ``sizes[source][rank]``."""
     rank, nodes = communicator.rank, communicator.nodes
     lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
-    key = ("node exchange", tuple(tuple(each) for each in sizes))
+    key = ("node exchange", tuple(tuple(size) for size in sizes))
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
     layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)

@@ -56,7 +56,7 @@ def _gather_data(
 
     def start() -> Event | None:
         answers: list[bytes | int] = communicator.engine.agree(call)
-        lengths = [each if isinstance(each, int) else 0 for each in answers]
+        lengths = [answer if isinstance(answer, int) else 0 for answer in answers]
         outputs = [_room(communicator, length) for length in lengths if here]
         for each, output in zip(answers, outputs, strict=False):
             found.append(each if isinstance(each, bytes) else output)

@@ -88,7 +88,7 @@ def _record(
         by_name,
         communicates={},
         reference=reference,
-        algorithms={each: _kernels(name, each) for each in algorithms},
+        algorithms={algorithm: _kernels(name, algorithm) for algorithm in algorithms},
         examples=examples,
     )
     OPS.append(op)

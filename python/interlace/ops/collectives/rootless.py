@@ -451,7 +451,7 @@ def _read_first(
 ) -> PreparedCall:
     """Return ``prepared`` for tensors reduced in place; for copies if two share memory, as torch has it."""
     _, outputs, _ = prepared
-    tensors = [checks.import_array("tensors", each) for each in outputs]
+    tensors = [checks.import_array("tensors", output) for output in outputs]
     if disjoint(tensors):
         return prepared
     copies = [torch.empty_like(each) for each in tensors]

@@ -197,8 +197,8 @@ class StreamEngine(Engine):
                 return low_latency.broadcast(communicator, tensor, giver)
             starts = [[0, tensor.nbytes]] * self.world_size
         else:
-            sizes = self._everyones(call.op, [each.nbytes for each in gives])
-            starts = [_starts(each) for each in sizes]
+            sizes = self._everyones(call.op, [give.nbytes for give in gives])
+            starts = [_starts(size) for size in sizes]
         name_algorithm("copy")
         give_index, take_index = 0 if alike else rank, rank if giver == ALL else 0
         keep = bool(gives and takes) and _same(takes[take_index], gives[give_index])
@@ -220,7 +220,7 @@ class StreamEngine(Engine):
             for source in sources
             if takes and not (source == rank and keep)
         ]
-        nbytes = max(each[-1] for each in starts)
+        nbytes = max(start[-1] for start in starts)
         return algorithms.pull(communicator, call.op, nbytes, staged, taken)
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:

@@ -396,7 +396,7 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
     """Return the gradient of an op's sums; raise for a gradient of home rows, which is not supported."""
-    if any(each is not None for each in grads[1:]):
+    if any(grad is not None for grad in grads[1:]):
         raise RuntimeError(
             f"interlace's {op} has no gradients of the rows that it brings home, and so no second ones of "
             "topk_weights"
@@ -437,8 +437,8 @@ def returned(
             )
         outputs = results_of(rows[rank], record.topk_idx, record.return_rows)
         sum_slots(home, inverse, record.topk_weights, outputs[0])
-        for each in outputs[1:]:
-            each.copy_(as_many(home, len(each)))
+        for output in outputs[1:]:
+            output.copy_(as_many(home, len(output)))
         results.append(outputs)
     return results
 
@@ -447,7 +447,7 @@ def reference(ranks: Sequence[CombineArguments], size: int) -> list[list[Tensor]
     rows, routing = by_rank.inputs(ranks), ranks[0].routing
     by_rank.alike(COMBINE, "y", rows, but=0)
     check_spread(routing, size)
-    return returned(COMBINE, ranks, routing, rows, [each.segments for each in ranks])
+    return returned(COMBINE, ranks, routing, rows, [rank.segments for rank in ranks])
 
 
 GRADIENT = OpGradient(save, backward)

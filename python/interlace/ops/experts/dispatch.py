@@ -501,8 +501,8 @@ def results(record: DispatchArguments, size: int, rows: Any = None) -> list[Tens
     if record.topk_weights is not None:
         tensors.append(record.topk_weights.new_empty(rows, dtype=torch.float32))
     if routing.max_tokens:
-        for each in tensors:
-            (each if each.element_size() > 1 else each.view(torch.uint8)).zero_()
+        for tensor in tensors:
+            (tensor if tensor.element_size() > 1 else tensor.view(torch.uint8)).zero_()
     segments = routing.num_experts // size, size, 3
     return [*tensors, idx.new_empty(segments, dtype=torch.int64)]
 
@@ -559,7 +559,7 @@ def _by_expert_of_all(record: DispatchArguments, assignment: Assignment) -> list
     slots = assignment.slots(int(assignment.counts.sum()))
     tokens = slots // record.topk_idx.shape[1]
     matrices = [each.contiguous() for each in (record.input, record.scales) if each is not None]
-    found = [bytes_of_rows(each)[tokens].view(each.dtype) for each in matrices]
+    found = [bytes_of_rows(matrix)[tokens].view(matrix.dtype) for matrix in matrices]
     if record.topk_weights is not None:
         found.append(record.topk_weights.reshape(-1)[slots])
     return found

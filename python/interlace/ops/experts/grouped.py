@@ -76,7 +76,7 @@ class Routes:
     @cached_property
     def firsts(self) -> list[list[int]]:
         """The first rows of experts, by source and expert; the number of all rows last."""
-        return [list(prefix_sums(each)) for each in self.counts]
+        return [list(prefix_sums(count)) for count in self.counts]
 
     def block(self, source: int, rank: int) -> tuple[int, int]:
         """Return the rows of ``source`` that go to ``rank``: (first, rows)."""
@@ -93,7 +93,7 @@ class Routes:
 
     @cached_property
     def longest(self) -> int:
-        return max(max(each) for each in self.counts)
+        return max(max(count) for count in self.counts)
 
     @cached_property
     def _splits(self) -> tuple[int, list[int], int]:
@@ -602,7 +602,7 @@ class RowSplits(NamedTuple):
     def unequal(self) -> list[int] | None:
         """Return the rows of each source, if they are known and unequal."""
         lengths = self.from_ranks
-        known = all(isinstance(each, int) for each in lengths)
+        known = all(isinstance(length, int) for length in lengths)
         return lengths if known and min(lengths) != max(lengths) else None
 
     @property

@@ -567,7 +567,7 @@ def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) 
 
 
 def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
-    first, factors = ranks[0], [each.weight for each in ranks]
+    first, factors = ranks[0], [rank.weight for rank in ranks]
     by_rank.alike(OP, "input", by_rank.inputs(ranks), but=0)
     by_rank.alike(OP, "weight", factors)
     checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
@@ -585,13 +585,13 @@ def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
 def _segments(ranks: Sequence[Any], experts: int) -> list[Tensor]:
     """Return the segments of each rank's experts, from its dispatch or its splits."""
     if isinstance(ranks[0], RoutedCombineArguments):
-        return [each.segments for each in ranks]
-    counts = _counts([list(each.splits) for each in ranks], experts)
+        return [rank.segments for rank in ranks]
+    counts = _counts([list(rank.splits) for rank in ranks], experts)
     return [known_segments(counts, rank, experts) for rank in range(len(ranks))]
 
 
 def backward_reference(ranks: Sequence[RoutedGradientArguments], size: int) -> list[list[Tensor]]:
-    dispatched_of = dispatch.reference([_of_tokens(each) for each in ranks], size)
+    dispatched_of = dispatch.reference([_of_tokens(rank) for rank in ranks], size)
     return [
         _gradients(each, *dispatched[:-1])
         for each, dispatched in zip(ranks, dispatched_of, strict=True)

@@ -83,7 +83,7 @@ def of_products(
     rest = input.shape[0] - sum(counts)
     parts = [torch.split(each, [*counts, rest])[:-1] for each in (rows, input)]
     of_input = torch.cat([each @ weight[e].t() for e, each in enumerate(parts[0])])
-    of_bias = torch.stack([each.sum(0) for each in parts[0]])
+    of_bias = torch.stack([part.sum(0) for part in parts[0]])
     return [F.pad(of_input, (0, 0, 0, rest)), of_weights(parts[1], parts[0]), of_bias]
 
 
@@ -124,8 +124,8 @@ _multiply_backward.register_fake(
 def grouped_on_device(*tensors: Tensor) -> bool:
     """Return whether torch has a grouped matmul for these that reads its counts on the device."""
     return all(
-        each.is_cuda
-        and each.dtype is torch.bfloat16
-        and all(stride == 1 or not 2 * stride % ALIGNED for stride in each.stride())
-        for each in tensors
+        tensor.is_cuda
+        and tensor.dtype is torch.bfloat16
+        and all(stride == 1 or not 2 * stride % ALIGNED for stride in tensor.stride())
+        for tensor in tensors
     )

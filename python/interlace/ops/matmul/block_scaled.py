@@ -126,7 +126,7 @@ def _of_floats(gradient: OpGradient) -> OpGradient:
 
     def save(ctx: Any, record: Any, output: Any) -> None:
         _, _, operands = _factors(record)
-        if any(each.dtype == torch.uint8 for each in operands):
+        if any(operand.dtype == torch.uint8 for operand in operands):
             _refuse()
         gradient.save(ctx, record, output)
 
@@ -157,7 +157,7 @@ def _packed_example(make: Example, weight: bool) -> Example:
 
 
 def are_scaled(*operands: object) -> bool:
-    return any(isinstance(each, Scaled) for each in operands)
+    return any(isinstance(operand, Scaled) for operand in operands)
 
 
 def format_of(values: Any, scales: Any, inner: int) -> str:
@@ -411,7 +411,7 @@ def quantize_record(record: Any) -> Any:
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
     _check_numbers(record, packed=True)
-    columns = [packed_weight(each, record.format) for each in weights]
+    columns = [packed_weight(weight, record.format) for weight in weights]
     rows = packed_rows(quantize(input, record.format))
     fields = {"input": rows, name: columns if several else columns[0]}
     return dataclasses.replace(record, out_dtype=record.out_dtype or input.dtype, **fields)

@@ -225,7 +225,7 @@ class Scaled:
         shapes = [(*leading, rows, blocks)]
         if kind.across > 1:
             shapes.append((*leading, _blocks(rows, kind.across), blocks))
-        shapes = [each if self.inner == -1 else (*leading, *each[:-3:-1]) for each in shapes]
+        shapes = [shape if self.inner == -1 else (*leading, *shape[:-3:-1]) for shape in shapes]
         if tuple(scales.shape) in shapes:
             return scales
         flat = (_swizzled_size(rows, blocks),)
@@ -323,7 +323,7 @@ class Scaled:
                 f"dequantize({device}) returns the numbers in another one"
             )
         restore, parts = self.__reduce__()
-        return restore(*(each.to(device) if isinstance(each, Tensor) else each for each in parts))
+        return restore(*(part.to(device) if isinstance(part, Tensor) else part for part in parts))
 
     def __reduce__(self) -> tuple[Callable[..., Scaled], tuple[Any, ...]]:
         """Reduce to bytes for pickle, copy and torch.save: pickle does not have all dtypes of formats.

@@ -173,8 +173,8 @@ class CheckedNorm:
         if matrices is None:
             rows = (self._lengths if self.gathers else self.own), self.own, self._dim
             outputs = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
-            matrices = [each.matrix for each in outputs]
-            result = pair_results([each.view for each in outputs], self.quantize)
+            matrices = [output.matrix for output in outputs]
+            result = pair_results([output.view for output in outputs], self.quantize)
         normed, total, *scales = matrices
         scale = scales[0] if scales else None
         if not self.gathers:
@@ -597,7 +597,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     total = by_rank.reduce_all("all_reduce", partials, first.reduce_op)
     dim, results_of = first.scatter_dim, []
     for rank, record in enumerate(ranks):
-        outputs = [each.view for each in results(record, size)]
+        outputs = [result.view for result in results(record, size)]
         part = total if dim is None else split(total, size, dim)[rank]
         for each in (record.bias, record.residual):
             part = part if each is None else part + each
@@ -608,7 +608,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         for reader in results_of if record.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if record.gather_normed:
-                places = [split(each, size, dim or 0)[rank] for each in places]
+                places = [split(place, size, dim or 0)[rank] for place in places]
             normed, scale = (*places, None)[:2]
             kind = FORMATS.get(record.quantize)
             NormTail(norm, None, normed, scale, kind).finish(outputs[1])  # type: ignore[arg-type]
@@ -630,7 +630,7 @@ OPS = tuple(
         name,
         ReductionArguments,
         start,
-        lambda given, size: [each.view for each in results(given, size)],
+        lambda given, size: [result.view for result in results(given, size)],
         OpGradient(_save, _backward),
         communicates,
         several=True,

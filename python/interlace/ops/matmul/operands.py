@@ -432,10 +432,10 @@ def checked_bias(
 def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
     """Return each rank's input times its weight, in fp32 or wider."""
     found = []
-    for each in ranks:
-        input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
-        partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
-        kind = OPERAND_FORMATS.get(each.format)
-        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None, format=kind)
+    for rank in ranks:
+        input, dtype = rank.input, checks.output_dtype(rank.out_dtype, rank.input)
+        partial = input.new_empty([*input.shape[:-1], rank.weight.shape[1]], dtype=dtype)
+        kind = OPERAND_FORMATS.get(rank.format)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), rank.weight, None, format=kind)
         found.append(partial if dtype is torch.float64 else partial.float())
     return found

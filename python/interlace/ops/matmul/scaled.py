@@ -398,7 +398,7 @@ def gather_fused(
     """Run the kernel. ``operands``: one input, own rows; ``outputs``: all rows; ``columns``: by rank."""
     input = operands[0].input
     rows, inner = input.shape
-    by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
+    by_row = by_row or any(operand.weight_scale.numel() != 1 for operand in operands)
     targets = [
         _linear(each, output, by_row, fast_accum)
         for each, output in zip(operands, outputs, strict=True)
@@ -455,7 +455,7 @@ def gather_reference(
     ranks: Sequence[AllGatherScaledMatmulArguments], size: int
 ) -> list[list[Tensor]]:
     op, dim = "all_gather_scaled_matmul", ranks[0].gather_dim
-    scales = [each.input_scale for each in ranks]
+    scales = [rank.input_scale for rank in ranks]
     by_rank.alike(op, "input_scale", scales)
     results = []
     for record in ranks:

@@ -129,7 +129,7 @@ def fused_all_gather_scaled_matmul(
                 )
         dim = shapes.dimension("gather_dim", gather_dim, A.dim())
         # torch passes a list of dtypes as numbers
-        dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
+        dtypes = [_BY_NUMBER[dtype] if isinstance(dtype, int) else dtype for dtype in out_dtypes]
         full = [*A.shape]
         full[dim] *= communicator.world_size
         blocks = _blocks((A, _own_scales(communicator, A, A_scale, dim, full)), Bs, B_scales)
@@ -200,7 +200,7 @@ def _gather_blocks(
     """Return the gathered values and the block-scaled products, in fp32, rounded once."""
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         _refuse_result_scale(*result_scales)
-        wide = [None if each is None else each.float() for each in biases]
+        wide = [None if bias is None else bias.float() for bias in biases]
         call = gather.AllGatherMatmulArguments(
             operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
         )
@@ -214,7 +214,7 @@ def _gather_blocks(
 
 
 def _refuse_result_scale(*scales: Tensor | None) -> None:
-    if any(each is not None for each in scales):
+    if any(scale is not None for scale in scales):
         raise ValueError("result_scale is not supported for block-scaled operands; pass None")
 
 

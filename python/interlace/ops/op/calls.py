@@ -78,13 +78,13 @@ def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
 
 
 def _results(op: Op, started: Started) -> Any:
-    results = [AsyncTensor(each, started.work) for each in started.outputs]
+    results = [AsyncTensor(output, started.work) for output in started.outputs]
     return results if op.several else results[0]
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
     """Return whether an op returns its gathered input: if ``asked``, or for a backward (not in exports)."""
-    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+    wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     return asked or (wanted and not torch.compiler.is_exporting())
 
 
@@ -96,7 +96,7 @@ def direct(operands: Sequence[torch.Tensor]) -> bool:
     """Return whether only the group needs to see this call: no tracer, mode, subclass or gradient."""
     if is_seen(operands) or AsyncTensor in map(type, operands):
         return False
-    return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
+    return not (torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]))
 
 
 def own_length(

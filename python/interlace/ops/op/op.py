@@ -281,7 +281,7 @@ def kind(annotation: Any) -> str:
 def kinds_of(arguments: Any) -> dict[str, str]:
     """Return the schema types of a record's fields by name; "" for arguments of eager calls only."""
     hints = typing.get_type_hints(arguments, include_extras=True)
-    return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
+    return {field.name: kind(hints[field.name]) for field in dataclasses.fields(arguments)}
 
 
 class OpGradient(NamedTuple):
@@ -412,7 +412,7 @@ class Op:
         return " and ".join(
             words
             for words, names in self.communicates.items()
-            if any(each.requires_grad for each in tensors([record[name] for name in names]))
+            if any(tensor.requires_grad for tensor in tensors([record[name] for name in names]))
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -445,8 +445,8 @@ def start_form(
     form: Callable[..., Any], communicator: Communicator, record: Any, outputs: Sequence[Output]
 ) -> Started:
     """Start the form of a record. It fills the outputs ``outputs``, which the caller gets as views."""
-    work = form(communicator, record, [each.matrix for each in outputs], True)
-    return Started([each.view for each in outputs], work)
+    work = form(communicator, record, [output.matrix for output in outputs], True)
+    return Started([output.view for output in outputs], work)
 
 
 def without_tensors(record: Any) -> Any:
@@ -458,14 +458,16 @@ def without_tensors(record: Any) -> Any:
 def requiring(record: Any) -> set[str]:
     """Return the names of those fields of ``record`` that require a gradient."""
     named = vars(record).items()
-    return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
+    return {
+        name for name, value in named if any(tensor.requires_grad for tensor in tensors([value]))
+    }
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
     found = []
-    for each in values:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += tensors(each)
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors(value)
     return found

@@ -165,11 +165,11 @@ def is_seen(operands: Sequence[torch.Tensor]) -> bool:
                 f"not supported; use autograd, outside of the transform"
             )
         return True
-    for each in operands:
-        kind = type(each)
+    for operand in operands:
+        kind = type(operand)
         if kind not in PLAIN_TYPES and kind is not AsyncTensor and not _is_parameter(kind):
             return True
-    return bool(operands) and all([each.is_meta for each in operands])
+    return bool(operands) and all([operand.is_meta for operand in operands])
 
 
 def _simulated_rank() -> Communicator | None:
@@ -197,7 +197,7 @@ def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
-    if not any([type(each) is AsyncTensor for each in operands]):
+    if not any([type(operand) is AsyncTensor for operand in operands]):
         return record
     named = {name: getattr(record, name) for name in names_of_tensors(op.arguments)}
     return replace(record, **tree_map_only(torch.Tensor, wait, named))
@@ -207,10 +207,10 @@ def record(
     op: Op, communicator: Communicator, record: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     # new versions: later writes of the op must not count as changes of tensors that autograd saves
-    outputs = [each.data for each in outputs]
+    outputs = [output.data for output in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
         operands = op.tensors_of(record)
-        if any([each.requires_grad for each in operands]):
+        if any([operand.requires_grad for operand in operands]):
             return list(_RecordedOp.apply(op, communicator, record, outputs, *operands))  # type: ignore[no-untyped-call]
     return outputs
 
@@ -337,7 +337,7 @@ def _number_as_started(found: Any, before: int, started: int, *, changed: bool) 
     ``wait()`` makes the nodes, and ranks call it in any order, but their backwards must run in one order.
     ``before`` is a number from before they were made.
     """
-    nodes = [each.grad_fn for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+    nodes = [leaf.grad_fn for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
     while nodes:
         node: Any = nodes.pop()
         is_new = node is not None and before < node._sequence_nr()

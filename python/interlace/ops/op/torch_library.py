@@ -121,7 +121,7 @@ def _kernel(op: Op) -> Callable[..., Any]:
         else:
             register_work(started, communicator)
         # new versions: later writes of the op must not count as changes of tensors that autograd saves
-        results = [each.data for each in started.outputs]
+        results = [output.data for output in started.outputs]
         return results if op.several else results[0]
 
     return kernel

@@ -111,7 +111,7 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"
-    how: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
+    suffix: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
     ptx(
         f"""
         {{
@@ -120,7 +120,7 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
             setp.ne.u32 %other, $0, 0;
             @%other bra over;
             {FENCE}
-            {change}.relaxed.{SCOPE}.global.{how} [$1], $2;
+            {change}.relaxed.{SCOPE}.global.{suffix} [$1], $2;
         over:
         }}
         """,

@@ -15,8 +15,14 @@ def autotune(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def with_the_first(*args: Any, **kwargs: Any) -> Any:
-            others = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith("autotune")}
-            fits = prune_fn if prune_fn and others.get("autotune", True) else lambda *_, **__: True
+            autotune_options = {
+                name: kwargs.pop(name) for name in [*kwargs] if name.startswith("autotune")
+            }
+            fits = (
+                prune_fn
+                if prune_fn and autotune_options.get("autotune", True)
+                else lambda *_, **__: True
+            )
             config = next((c for c in config_space if fits(c, *args, **kwargs)), config_space[0])
             return function(*args, **{**config, **kwargs})
 

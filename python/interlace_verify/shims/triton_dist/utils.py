@@ -67,9 +67,9 @@ def nvshmem_create_tensors(
     shape: int | Sequence[int], dtype: torch.dtype, rank: int, local_world_size: int
 ) -> list[torch.Tensor]:
     """Return symmetric tensors, one for each rank of the node; this rank's one is new."""
-    own = nvshmem_create_tensor(shape, dtype)
+    local_tensor = nvshmem_create_tensor(shape, dtype)
     first = rank - rank % local_world_size
-    return [peers_tensor(own, first + peer) for peer in range(local_world_size)]
+    return [peers_tensor(local_tensor, first + peer) for peer in range(local_world_size)]
 
 
 def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:

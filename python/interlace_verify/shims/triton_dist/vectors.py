@@ -51,8 +51,10 @@ def _by_number(name: str) -> Any:
 
     @core.builtin
     def operator(self: "ThreadVector", other: object, _semantic: object = None) -> "ThreadVector":
-        others = other.values if isinstance(other, ThreadVector) else [other] * len(self.values)
-        pairs = zip(self.values, others, strict=True)
+        right_values = (
+            other.values if isinstance(other, ThreadVector) else [other] * len(self.values)
+        )
+        pairs = zip(self.values, right_values, strict=True)
         return ThreadVector([getattr(a, name)(b, _semantic=_semantic) for a, b in pairs])
 
     return operator
@@ -86,8 +88,8 @@ class ThreadVector(tl.tensor):  # type: ignore[misc]
     @core.builtin
     def to(self, dtype: Any, fp_downcast_rounding: object = None, bitcast: bool = False,
            _semantic: Any = None) -> "ThreadVector":  # fmt: skip
-        how = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
-        return ThreadVector([v.to(dtype, **how, _semantic=_semantic) for v in self.values])
+        options = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
+        return ThreadVector([v.to(dtype, **options, _semantic=_semantic) for v in self.values])
 
     @core.builtin
     def recast(self, dtype: Any, _semantic: object = None) -> "ThreadVector":
@@ -203,7 +205,7 @@ class simt_exec_region:
 
     def __enter__(self) -> Any:
         names = "mov.u32 $0, %tid.x;", "mov.u32 $0, %ntid.x;"
-        return tl.tuple([ptx(each, is_pure=True, _semantic=self._semantic) for each in names])
+        return tl.tuple([ptx(name, is_pure=True, _semantic=self._semantic) for name in names])
 
     def __exit__(self, *error: object) -> None: ...
 
