@@ -126,18 +126,6 @@ def test_every_flag_changes_the_code(tmp_path: pathlib.Path) -> None:
     assert not same
 
 
-@thorough
-def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
-    tmp_path: pathlib.Path,
-) -> None:
-    """So it is refused there. If Triton begins to use it, this test fails."""
-    plain = MatmulVariant(weight="nk", overrides={"flatten": False})
-    special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
-    entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]
-    _, (one, other) = compiled(entries, tmp_path)
-    assert instructions(one) == instructions(other)
-
-
 @pytest.mark.parametrize(
     ("capability", "warps", "refused"), [(90, 8, True), (90, 4, False), (100, 8, False)]
 )

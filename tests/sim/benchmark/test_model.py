@@ -26,69 +26,6 @@ from sim.benchmark.model_support import (
 )
 from stand_ins.replaced import replaced
 
-# -- the event loop ----------------------------------------------------------------------------------
-
-
-def test_a_power_budget_is_shared() -> None:
-    engine = module("model.simulation.engine")
-    simulation = engine.Simulation()
-    cores = engine.Cores(simulation, 8, 4.0)
-    ends = {}
-
-    def job(name: str, work: float) -> Any:
-        yield cores.acquire()
-        yield cores.work(work)
-        ends[name] = simulation.now
-        cores.release()
-
-    for index in range(8):  # 8 at half speed until the short ones end, then 4 at full speed
-        simulation.spawn(job(str(index), 1.0 if index < 4 else 2.0))
-    simulation.run()
-    assert [ends[str(i)] for i in range(8)] == pytest.approx([2.0] * 4 + [3.0] * 4)
-    assert cores.held == pytest.approx(4 * 2.0 + 4 * 3.0) and cores.worked == pytest.approx(12.0)
-
-
-def test_a_stall_delays_what_is_at_work_and_nothing_else() -> None:
-    engine = module("model.simulation.engine")
-    simulation = engine.Simulation()
-    cores = engine.Cores(simulation, 2, 2.0)
-    ends = []
-
-    def worker(begin: float) -> Any:
-        yield begin
-        yield cores.work(10.0)
-        ends.append(simulation.now)
-
-    simulation.spawn(worker(0.0))
-    simulation.spawn(worker(20.0))
-    simulation.at(5.0, lambda: cores.stall(3.0))
-    simulation.at(15.0, lambda: cores.stall(100.0))  # nobody is at work
-    simulation.run()
-    assert ends == pytest.approx([13.0, 30.0])
-
-
-def test_transfers_take_turns_on_a_link() -> None:
-    engine = module("model.simulation.engine")
-    simulation = engine.Simulation()
-    wire, fast = engine.Link("wire", 1.0), engine.Link("fast", math.inf)
-    for _ in range(2):
-        simulation.spawn(engine.transfer(simulation, wire, fast, 10 << 20))
-    assert simulation.run() == pytest.approx(2 * (10 << 20) / 1e3)
-    assert wire.busy == pytest.approx(simulation.now)
-
-
-def test_a_wait_that_nobody_ends_is_an_error() -> None:
-    engine = module("model.simulation.engine")
-    simulation = engine.Simulation()
-
-    def waits() -> Any:
-        yield engine.Signal()
-
-    simulation.spawn(waits(), "the reader")
-    with pytest.raises(engine.Deadlock, match="the reader"):
-        simulation.run()
-
-
 # -- conservation ------------------------------------------------------------------------------------
 
 CASES = [
@@ -315,13 +252,6 @@ def test_one_rank_stands_for_all(op: str, algorithm: str, world_size: int, nodes
     one = predict(machine(), case, algorithm)
     all_of_them = predict(machine(), case, algorithm, everyone=True)
     assert one.microseconds == pytest.approx(all_of_them.microseconds, rel=1e-9)
-
-
-def test_unequal_shards_are_simulated_rank_by_rank() -> None:
-    uneven = shape(GATHER, 1000, 512, 512, 3)
-    assert predict(machine(), uneven).microseconds > 0
-    with pytest.raises(ValueError, match=r"equal shards only, not \[334, 334, 332\]"):
-        predict(machine(), uneven, "symm_mem")
 
 
 def test_node_orders_are_permutations() -> None:

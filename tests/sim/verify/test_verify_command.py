@@ -80,14 +80,6 @@ def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None
     assert "findings" in text.splitlines()[-1]
 
 
-@thorough
-def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    code = command("python -m interlace verify all_gather")
-    text = capsys.readouterr().out
-    assert code == 0 and "No findings." in text
-    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_it_does_less_unless_more_is_asked_for(own: bool) -> None:
     less, more = (_plan(VerifyOptions(full=full), own) for full in (False, True))
@@ -157,7 +149,7 @@ def test_a_thread_that_ends_while_children_are_looked_for(monkeypatch: pytest.Mo
 
 
 def test_seconds_are_processor_time_of_children_too() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    burn = "import time\nwhile time.process_time() < 0.15: pass"
 
     def seconds(code: str) -> float:
         def run() -> JobResult:
@@ -166,7 +158,7 @@ def test_seconds_are_processor_time_of_children_too() -> None:
 
         return suite.Job("f", "races", "", run).result().seconds
 
-    assert seconds(burn) > 0.45
+    assert seconds(burn) > 0.14
     assert seconds("import time; time.sleep(0.5)") < 0.45
     program, begin = (
         [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"],
@@ -174,7 +166,7 @@ def test_seconds_are_processor_time_of_children_too() -> None:
     )
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        assert suite.processor_seconds() - begin > 0.45  # it has not ended
+        assert suite.processor_seconds() - begin > 0.14  # it has not ended
         child.communicate(b"\n")
     out = io.StringIO()
     render(
