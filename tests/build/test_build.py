@@ -198,7 +198,7 @@ class NothingBuilt:
 def built(monkeypatch: pytest.MonkeyPatch) -> NothingBuilt:
     made = NothingBuilt()
     monkeypatch.setattr(command, "build_entries", made.build)
-    monkeypatch.setattr(command, "_link", lambda arch, folder: [])
+    monkeypatch.setattr(command, "linked_entries", lambda arch, folder: [])
     return made
 
 
