@@ -51,7 +51,6 @@ def shipped(arch: int) -> set[tuple[str, str]]:
 
 
 def representative(kernel: str, arch: int) -> Entry:
-    """The first of its variants: bf16, the default path."""
     return next(entry for entry in entries(arch) if entry.kernel == kernel)
 
 

@@ -51,7 +51,6 @@ def sass(*instructions: str) -> str:
 
 
 def in_loop(*instructions: str) -> Loop:
-    """Return the counts of a loop around ``instructions``."""
     _, found = loops(sass(HEAD, ".L_x_1:", *instructions, BACK, END, ".L_x_9:", "BRA `(.L_x_9)"))
     return found
 
@@ -346,7 +345,6 @@ def fewest(report: BuildReport, where: str) -> int:
 
 @pytest.mark.thorough
 def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pathlib.Path) -> None:
-    """The mutant has masks for all tiles."""
     (shipped,) = [each for each in entries(90) if each.name == "attention bf16 head 128"]
     MASKED.write(tmp_path)
     module = shipped.module.replace("interlace.kernels", MASKED.package)

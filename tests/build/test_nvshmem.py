@@ -113,7 +113,6 @@ def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Pat
     ("kernels", "arch"), few([("move_", 90), *(("", arch) for arch in ARCHES)], ("move_", 90))
 )
 def test_kernels_without_a_library_are_clean(kernels: str, arch: int) -> None:
-    """These are the same kernels with stores in place of puts."""
     entries = [entry for entry in between_nodes(arch) if entry.kernel.startswith(kernels)]
     assert entries
     for report in build(entries):
@@ -142,7 +141,6 @@ def test_a_file_for_all_or_one_for_each(tmp_path: pathlib.Path) -> None:
 
 
 def looked_for_in(folder: str) -> Any:
-    """By the variable that torch reads."""
     return mock.patch.dict(os.environ, {"NVSHMEM_LIB_DIR": folder})
 
 

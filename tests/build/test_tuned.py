@@ -101,7 +101,6 @@ def instructions(ptx: str) -> list[str]:
 
 
 def with_and_without() -> dict[str, tuple[Entry, Entry]]:
-    """By architecture, operands and flag."""
     found = {}
     for arch, (name, operands) in itertools.product((80, 90, 100), OPERANDS.items()):
         chosen = operands.configuration(arch)

@@ -116,7 +116,6 @@ BY_NAME = (
 
 @pytest.fixture(scope="session")
 def reports(request: pytest.FixtureRequest) -> dict[str, LintReport]:
-    """Of the cases that tests of the run ask for, by case."""
     here = [item for item in request.session.items if item.path == pathlib.Path(__file__)]
     asked = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
     cases = {name: case[0] for name, case in CASES.items() if name in (*BY_NAME, *asked)}
@@ -127,7 +126,6 @@ def reports(request: pytest.FixtureRequest) -> dict[str, LintReport]:
 
 
 def line_of(mark: str, kernel: str) -> int:
-    """The first line of ``kernel`` with ``mark`` in it."""
     lines = MUTANTS.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"def {kernel}("))
     return next(i + 1 for i, line in enumerate(lines) if i > first and mark in line)
@@ -222,7 +220,6 @@ def nested() -> Any:
 
 
 def typed() -> Any:
-    """As in a read-eval-print loop."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("def typed_kernel(x_ptr):\n    pass\n", "<stdin>", "exec"), namespace)
 

@@ -18,7 +18,6 @@ TEXTS = dict(text.split("\n", 1) for text in re.split(r"\n\n(?=\$)", _HEAD)[1:])
 
 
 def written_out(text: str) -> str:
-    """With the texts instead of their names."""
     return re.sub(r"\$[a-z_]\w*", lambda name: written_out(TEXTS[name[0]]), text)
 
 
@@ -43,7 +42,6 @@ class LaunchedText(NamedTuple):
 
 
 def rows() -> list[Any]:
-    """Every row of every table: its program, and what is found."""
     found = []
     for table in _TABLES:
         title, options, frame = table.split("\n", 2)

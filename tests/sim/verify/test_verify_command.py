@@ -46,7 +46,6 @@ def run(options: VerifyOptions) -> tuple[int, str]:
 
 
 def program(folder: pathlib.Path, name: str) -> str:
-    """The function of a user's file, which is written there."""
     (folder / f"{name}.py").write_text(PROGRAMS[name])
     return f"{folder}/{name}.py::f"
 
@@ -104,7 +103,6 @@ def test_schedules_of_a_function_are_run_when_they_are_asked_for() -> None:
 
 
 def a_store() -> None:
-    """Every rank stores to memory of its own."""
     symmetric_memory.empty(4).zero_()
 
 
@@ -229,40 +227,6 @@ def test_findings_are_told_once() -> None:
     out = io.StringIO()
     render(Console(file=out, width=160), same)
     assert out.getvalue().count("the same") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["al"], "al: must be a file.py::function or one of all, signal"),
-        (["nowhere.py::f"], "nowhere.py: there is no such file"),
-        ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
-        ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),
-        ([f"{EXAMPLE}::one_shot_all_reduce"], "'one_shot_all_reduce' is a kernel; name a function"),
-    ],
-)
-def test_targets_that_are_none(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["verify", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
-        (["--ranks", "0"], "--ranks: must be a positive whole number, got '0'"),
-        (["--seeds", "0"], "must be a positive whole number, got '0'"),
-        (["--arch", "70"], "must be among 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
-    ],
-)
-def test_options_that_are_none(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main.run(["verify", "all_gather", *arguments])
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @thorough

@@ -61,7 +61,6 @@ def exchange(calls: int = 1) -> torch.Tensor:
 
 
 def last_program() -> None:
-    """A sum by whichever program comes last."""
     parts, output = torch.empty(PROGRAMS * BLOCK), torch.empty(BLOCK)
     counter = torch.zeros(1, dtype=torch.int32)
     last_program_kernel[(PROGRAMS,)](parts, counter, output, PROGRAMS, BLOCK)

@@ -74,7 +74,6 @@ EXAMPLES = {
 
 
 def written(text: str, folder: pathlib.Path, number: int) -> Any:
-    """The function of a file with ``text``."""
     path = folder / f"hinted_{folder.name}_{number}.py".replace("-", "_")
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
