@@ -49,19 +49,6 @@ def test_nothing_is_busier_than_always(op: str, algorithm: str, name: str, every
     assert busy.links["sends"] > 0
 
 
-def test_a_link_that_is_used_twice_at_once_would_be_seen() -> None:
-    engine = module("model.simulation.engine")
-
-    def without_queue(self: Any, now: float, nbytes: float) -> float:
-        self.busy += nbytes / self.rate
-        return now + nbytes / self.rate
-
-    slow = machine().with_values("assumed: test", link_gbs=2.0)
-    with replaced((engine.Link, "reserve", without_queue)):
-        busy = usage(predict(slow, shape(SCATTER, 1024, 1024, 2048, 4)))
-    assert busy.links["sends"] > 1.5
-
-
 @pytest.mark.parametrize("op", BOTH)
 def test_every_peer_gets_every_byte_once(op: str) -> None:
     case = shape(op, 1024, 1024, 2048, 4)
@@ -116,26 +103,6 @@ def test_a_faster_machine_is_not_slower(op: str, parameter: str) -> None:
         assert faster <= slower * 1.01
     if parameter != "sm_store_gbs":
         assert times[-1] < times[0]
-
-
-@pytest.mark.parametrize("parameter", ["signal_us", "copy_issue_us", "launch_us", "tile_us"])
-def test_a_longer_latency_is_not_faster(parameter: str) -> None:
-    base = machine()
-    longer = base.with_values("assumed: test", **{parameter: 20 * getattr(base, parameter)})
-    for op in BOTH if parameter != "copy_issue_us" else (GATHER,):
-        assert predict(longer, shape(op)).microseconds > predict(base, shape(op)).microseconds
-
-
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("algorithm", ["unfused", "fused", "pipelined", "symm_mem"])
-def test_more_work_takes_longer(op: str, algorithm: str) -> None:
-    base = shape(op)
-    for larger in ({"m": 8192}, {"n": 3584}, {"k": 8192}):
-        more = dataclasses.replace(base, **larger)
-        assert (
-            predict(machine(), more, algorithm).microseconds
-            >= predict(machine(), base, algorithm).microseconds
-        )
 
 
 # -- waits and orders --------------------------------------------------------------------------------
@@ -277,13 +244,6 @@ def test_the_best_chunk_is_no_worse_than_any_other() -> None:
     assert best.microseconds <= best.default_us and best.take == "fused"
     assert choose.best_chunk(machine(), 1024, 6656, 16384).take == "unfused"
     assert best.chunk_rows % 128 == 0 and best.chunk_bytes == best.chunk_rows * 4096 * 2
-
-
-def test_thin_shards_are_not_cut_and_a_slow_link_wants_finer_chunks() -> None:
-    choose = module("model.choose")
-    assert choose.best_chunk(machine(), 2048, 6656, 16384).chunks == 1
-    slow = choose.best_chunk(machine("h200-pcie"), 8192, 7168, 8192, 2)
-    assert slow.chunks > choose.best_chunk(machine(), 8192, 7168, 8192, 2).chunks
 
 
 def test_sending_to_the_same_rank_is_predicted_to_cost() -> None:

@@ -8,7 +8,6 @@ import interlace
 from interlace.groups.groups import default_group
 
 PROGRAMS, BLOCK = 4, 16
-FLAGS, DATA = 0, 256  # byte offsets in the symmetric buffer
 
 
 @triton.jit
