@@ -226,31 +226,11 @@ FALSE: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("all_gather_matmul", "chunks"): lambda v: launch_formulas.chunk_lines(
         v.rank, v.world_size, v.rows, v.chunk_size, v.BLOCK_M, 1
     ),
-    ("reduce_norm", "scale_byte"): lambda v: v.sum_byte,
-    ("matmul_reduce_scatter_norm", "sum_byte"): lambda v: (
-        v.normed_byte + sum(v.rows) * v.N * v.ITEMSIZE
-    ),
     ("dispatch", "facts_byte"): lambda v: v.x_byte,
-    ("combine", "data_bytes"): lambda v: v.most_tokens * v.N,
-    ("grouped_matmul_combine", "slots"): lambda v: v.programs,
-    ("all_gather_grouped_matmul", "tiles"): lambda v: v.tiles_n,
-    ("all_to_all_grouped_matmul", "slots"): lambda v: v.num_experts * v.world_size,
-    ("all_to_all_grouped_matmul", "sends"): lambda v: launch_formulas.expert_send_lines(
-        0, v.world_size, v.splits, v.num_experts, v.chunk_size
-    ),
-    ("matmul_all_to_all", "shards"): lambda v: launch_formulas.shard_lines(v.rows, v.BLOCK_M, 1),
-    ("all_to_all_matmul", "chunk_rows"): lambda v: v.BLOCK_M,
-    ("all_to_all_matmul", "sends"): lambda v: launch_formulas.head_send_lines(
-        0, v.world_size, v.rows, v.chunk_size, v.chunks
-    ),
     ("context_parallel_attention", "parts"): lambda v: launch_formulas.key_part_lines(
         0, v.world_size, v.rows, v.chunk_size
     ),
-    ("attention_of_heads", "spans"): lambda v: launch_formulas.causal_spans(0, v.rows),
-    ("attention_of_heads_backward", "parts"): lambda v: launch_formulas.key_lines(v.rows[:1]),
-    ("distributed_decode", "piece"): lambda v: v.most,
     ("low_latency_norm", "low_latency_norm_kernel"): lambda v: v.tokens + 1,
-    ("broadcast", "blocks"): lambda v: v.units,
 }
 
 

@@ -23,7 +23,7 @@ from stand_ins.replaced import Replacement
 ROWS, INNER, COLUMNS = 24, 16, 8
 LENGTH, CALLS = 12, 9
 
-pytestmark = pytest.mark.usefixtures("connections")
+WITH_FEW_QUEUES_TOO = pytest.mark.usefixtures("connections")
 
 
 def data(seed: int, *shape: int) -> torch.Tensor:
@@ -115,6 +115,7 @@ def flat(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
+@WITH_FEW_QUEUES_TOO
 @pytest.mark.parametrize(
     ("op", "world_size"), [*((op, 2) for op in OPS), ("gather", 1), ("gather", 3), ("scatter", 3)]
 )
@@ -250,6 +251,7 @@ def test_what_cannot_be_repeated_is_not_planned() -> None:
     assert len(own_plans()._plans) <= 4
 
 
+@WITH_FEW_QUEUES_TOO
 def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
     """No call may push into a workspace that peers may still read."""
 
@@ -379,6 +381,7 @@ def is_right(op: Op, call: int, *, async_op: bool = False) -> None:
     assert torch.equal(result, right), (op, call, result, right)
 
 
+@WITH_FEW_QUEUES_TOO
 @pytest.mark.parametrize(
     ("world_size", "async_op", "words"), [(2, True, False), (3, False, True), (2, True, True)]
 )

@@ -4,13 +4,16 @@ import linecache
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
+from interlace_verify.race_check.check import RaceTeller, Several
 from interlace_verify.race_check.findings import Access, Finding, Reach, by_cause
+from interlace_verify.race_check.happens_before import Detector
 from sim.verify import race_kernels as kernels, test_memory_faults
 from sim.verify.user_exchange import exchange, last_program
 
@@ -47,6 +50,37 @@ def test_reports_are_repeatable() -> None:
     seed = first.findings[-1].seed
     alone = races(exchange, 2, 2, seeds=[seed])
     assert first.findings[-1].key in {finding.key for finding in alone.findings}
+
+
+class Told(Detector):
+    times = 0
+
+    def on_stuck(self) -> None:
+        self.times += 1
+
+
+def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
+    """So causes of a race cost no more where much else conflicts, too."""
+    finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
+    one, other = Told(0, asked={finding.key: (3, -1)}), Told(0)
+    both = Several([one, other])
+    for events in (2, 3):  # the first is another conflict
+        both.on_stuck()
+        for each in (one, other):
+            each.events = events
+            each._found(finding, np.arange(1), 1)
+    both.on_stuck()
+    assert (one.times, other.times) == (2, 3)
+
+
+def test_the_story_of_a_finding_is_of_the_same_conflict() -> None:
+    finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
+    detector = RaceTeller(0, [finding], {finding.key: (3, -1)}).detector
+    found = []
+    for detector.events in (2, 3):
+        detector._found(finding, np.arange(1), 1)
+        found.append(len(detector.found))
+    assert found == [0, 1] and not detector.done  # it has to name memory until the end
 
 
 def test_what_a_rule_explains_is_told_first() -> None:
@@ -123,9 +157,9 @@ def test_input_overwritten_while_an_op_reads_it() -> None:
 def test_ops_of_two_groups_share_nothing() -> None:
     def on_rank() -> None:
         pair = interlace.new_group([0, 1])
-        everyone = interlace.all_reduce(torch.ones(20), async_op=True)
+        everyone = interlace.all_reduce(torch.ones(20), algorithm="copy", async_op=True)
         if interlace.get_rank() < 2:
-            interlace.all_reduce(torch.ones(20), group=pair)
+            interlace.all_reduce(torch.ones(20), group=pair, algorithm="copy")
         everyone.wait()
 
     assert races(on_rank, 3, seeds=3).clean
