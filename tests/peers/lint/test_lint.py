@@ -15,6 +15,7 @@ from interlace_verify.suite.jobs import (
     lint_launches,
     load_function,
 )
+from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MULTIMEM, MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
 from tiers import few, thorough
 
@@ -70,6 +71,18 @@ def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Pa
 )
 def test_one_that_others_need_is(peer: Peer, name: str, kind: str, tmp_path: pathlib.Path) -> None:
     assert kind in told(peer, tmp_path, name)
+
+
+@thorough
+def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(
+    tmp_path: pathlib.Path,
+) -> None:
+    for scope, kinds in (("gpu", set()), ("cta", {"narrow scope"})):
+        edit = 'sem="acq_rel", scope="gpu"', f'sem="acq_rel", scope="{scope}"'
+        counter = mutant_of("tests/sim/verify/user_exchange.py", scope, edit)
+        fn = mutated_function(counter, "last_program", tmp_path)
+        found, (result,) = both_of(fn, 2)
+        assert (found, result.report.findings) == (kinds, ())
 
 
 @thorough

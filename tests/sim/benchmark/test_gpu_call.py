@@ -267,6 +267,13 @@ def test_a_kernel_that_waits_as_a_whole_has_not_run_beside_what_spins(
     assert found.startswith(f"the kernel waited {late_ns / 1e6:.0f} ms"), found
 
 
+def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(facts: Any) -> None:
+    starts = iter([0, module("gpu_facts").LIMIT_NS])
+    facts.spin = lambda *launch, **more: kernel([next(starts)], 0)(*launch, **more)
+    facts.fat = kernel([20_000_000], 0)
+    assert "1 were spinning when it began" in facts.spinning(2)
+
+
 def test_ctas_have_the_shared_memory_of_the_largest_tile_that_ships() -> None:
     figures = (ROOT / "docs/reference/warp-roles.md").read_text()
     row = next(each for each in figures.splitlines() if each.startswith("| shared memory, bytes"))
@@ -282,6 +289,13 @@ def test_what_runs_together_is_counted(facts: Any) -> None:
     starts = iter([0] * 8 + [limit] * (streams - 8))
     facts.spin = lambda *launch, **more: kernel([next(starts)], 0)(*launch, **more)
     assert facts.at_once()["together"] == 8
+
+
+def test_what_waits_for_the_kernel_is_told(facts: Any) -> None:
+    facts.fat = kernel([0], 0)
+    assert "goes on" in facts.copy(1)
+    with replaced((PlayedEvent, "passes", False)):
+        assert facts.copy(0) == "waits for the kernel: it needs SMs"
 
 
 def test_a_dry_run_names_the_questions(capsys: pytest.CaptureFixture[str]) -> None:

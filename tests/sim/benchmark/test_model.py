@@ -263,3 +263,22 @@ def test_what_cannot_be_is_refused() -> None:
         machine("abacus")
     with pytest.raises(ValueError, match="no multiple of nodes 3"):
         shape(GATHER, w=8, nodes=3)
+
+
+def test_a_wait_that_nobody_ends_is_an_error() -> None:
+    engine = module("model.simulation.engine")
+    simulation = engine.Simulation()
+
+    def waits() -> Any:
+        yield engine.Signal()
+
+    simulation.spawn(waits(), "the reader")
+    with pytest.raises(engine.Deadlock, match="the reader"):
+        simulation.run()
+
+
+def test_unequal_shards_are_simulated_rank_by_rank() -> None:
+    uneven = shape(GATHER, 1000, 512, 512, 3)
+    assert predict(machine(), uneven).microseconds > 0
+    with pytest.raises(ValueError, match=r"equal shards only, not \[334, 334, 332\]"):
+        predict(machine(), uneven, "symm_mem")

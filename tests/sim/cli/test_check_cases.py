@@ -91,6 +91,22 @@ def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
         assert found == every, (capability, backward)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_branches_of_kernels_have_cases_before_more_sizes(device: str) -> None:
+    for world_size in (1, 2, 4):
+        cases = [case for case in cases_of(device) if case.world_size == world_size]
+        found = {(case.op, case.branch) for case in cases[: 2 * len(cases) // 3]}
+        assert {
+            ("context_parallel_attention_backward", "heads of 64"),
+            ("distributed_decode", "heads of 256"),
+            ("distributed_decode", "pages"),
+            ("reduce_scatter_norm", "fp8"),
+            ("matmul_reduce_scatter_norm", "layer norm"),
+            ("all_reduce_norm", "fp8"),
+            ("dispatch", "fp8"),
+        } <= found
+
+
 def test_a_branch_that_is_not_taken_is_seen() -> None:
     def judged(op: str, branch: str, damaged: Callable[[Any], Any], **changed: Any) -> float:
         (case,) = (
@@ -163,6 +179,15 @@ def test_streams_can_be_made_to_signal_by_kernels() -> None:
     with case.circumstances():
         assert case.by_kernels and driver.stream_words(0) is None
     assert driver.stream_words is before
+
+
+def test_every_dtype_runs_on_the_main_tile() -> None:
+    cases = [case for case in cases_of("cuda") if case.sizes == (2048, 1024, 512)]
+    cases = [case for case in cases if case.dtype != "fp8" and "roles" not in case.variant]
+    ops = {(case.op, case.variant, case.world_size) for case in cases}
+    found = {(case.op, case.variant, case.world_size, case.dtype) for case in cases}
+    wanted = {(*op, dtype) for op, dtype in itertools.product(ops, ("bf16", "fp16", "fp32"))}
+    assert wanted <= found and len(ops) > 20
 
 
 def test_what_is_left_out_has_not_passed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import sys
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -75,6 +76,34 @@ def test_bytes_of_the_copy_engine_are_seen() -> None:
     assert [record.bytes_sent(rank) for rank in range(3)] == [20 * 8 * 4 * 2] * 3
     assert all(record.arrivals(rank) for rank in range(3))
     assert {span.lane for span in record.spans if span.kind == "copy"} == {"stream copy"}
+
+
+def test_tiles_know_whose_rows_they_multiply(small: Any) -> None:
+    """45 rows on 3 ranks are 15 rows each, so one row of tiles."""
+    for outcome, columns in zip(small[1], (1, 2), strict=False):
+        for rank in range(3):
+            found = Counter(tile.peer for tile in recorded(outcome).tiles(rank))
+            assert found == dict.fromkeys(range(3), columns)
+
+
+def test_overlap_counts_tiles_before_the_last_arrival() -> None:
+    slot = recording.Slot(0, 0, 2000)
+    tiles = [
+        recording.RecordedSpan("tile", 0, "p", "op", start, start + 9) for start in (0, 10, 20, 30)
+    ]
+    arrivals = [recording.Signal(time, 1, "p", "op", slot) for time in (5, 25)]
+    assert recording.Recording(recording.STEPS, tiles, arrivals).overlap(0) == (2, 4)
+    assert recording.Recording(recording.STEPS, tiles, []).overlap(0) is None
+
+
+def test_programs_do_one_thing_at_a_time(small: Any) -> None:
+    for outcome in small[1]:
+        ends: dict[tuple[int, str], int] = {}
+        for span in recorded(outcome).spans:
+            if span.kind in ("tile", "sum", "wait") or span.lane.startswith("all_gather"):
+                key = span.rank, span.lane
+                assert span.start >= ends.get(key, 0)
+                ends[key] = span.end
 
 
 def test_every_tile_of_a_peers_rows_was_waited_for(small: Any) -> None:

@@ -5,6 +5,7 @@ before any rank launches one, and no rank continues before all have launched.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,6 +105,12 @@ def test_every_op_ends_with_the_credit(log: Log) -> None:
     assert launches.count("finish_kernel") == 4 and launches[-1] == "finish_kernel"
 
 
+def test_the_environment_is_left_alone(log: Log) -> None:
+    before = dict(os.environ)
+    interlace.run(call_ops, 2, place="cuda")
+    assert dict(os.environ) == before
+
+
 @pytest.mark.parametrize("options", [{}, {"processes": True}], ids=["virtual", "processes"])
 def test_refuses_without_a_gpu(options: dict[str, Any]) -> None:
     with pytest.raises(interlace.InterlaceError, match="torch sees no CUDA device"):
@@ -163,6 +170,21 @@ def test_works_that_nobody_waits_for_keep_no_memory(host_cost: Any) -> None:
 def test_a_leak_is_found(host_cost: Any) -> None:
     x, kept = torch.zeros(64), []
     assert kept_by(lambda: kept.append(interlace.all_reduce(x, async_op=True)), 500) > 500
+
+
+def test_events_are_used_again(host_cost: Any) -> None:
+    made = 0
+
+    class Counted(host_cost._Event):  # type: ignore[misc, name-defined]
+        def __init__(self, **options: Any) -> None:
+            nonlocal made
+            made += 1
+
+    x = torch.zeros(64)
+    with replaced((torch.cuda, "Event", Counted)):
+        for _ in range(100):
+            interlace.all_reduce(x, async_op=True).wait()
+    assert 0 < made < 10
 
 
 def test_every_call_is_planned_and_asks_the_driver_for_little(host_cost: Any) -> None:

@@ -76,6 +76,21 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
     assert on_hosts(on_rank, 3) == [expected] * 3
 
 
+def test_a_bare_process_group_finds_the_store() -> None:
+    def on_rank(host: ThreadHost) -> tuple[int, int]:
+        memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
+        found = _c10d._resolve_process_group(memory._name)
+        answer = found.rank(), found.size()
+        name = memory._name
+        memory.close()
+        memory.close()
+        with pytest.raises(RuntimeError):
+            _c10d._resolve_process_group(name)
+        return answer
+
+    assert on_hosts(on_rank, 2) == [(0, 2), (1, 2)]
+
+
 class FakeSymmetricMemory:
     """torch's symmetric memory for threads: the rounds of its rendezvous, and shared memory."""
 

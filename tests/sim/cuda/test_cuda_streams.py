@@ -321,6 +321,20 @@ def test_a_start_that_is_recorded_late_would_hang() -> None:
         fake_host.run(ops, 2, FakeGpu(3), (DevicePlace, "about_to_use", _late_start))
 
 
+@RUNS
+def test_a_synchronous_op_needs_one_event(run: Any) -> None:
+    gpu = FakeGpu()
+
+    def ops() -> None:
+        x, weight = torch.ones(64, 16), torch.ones(16, 16)
+        for _ in range(10):
+            interlace.all_gather_matmul(x, weight, algorithm="fused")
+
+    run(ops, 2, gpu)
+    assert gpu.events_recorded <= 20
+    assert gpu.launches.count("all_gather_matmul_kernel") == 20
+
+
 def _poisoned(make: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)

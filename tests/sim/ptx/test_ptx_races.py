@@ -3,12 +3,14 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import interlace
 from interlace import verify
 from interlace.groups.groups import default_group
+from interlace_verify.race_check.agents import Agent
 from sim.ptx.ptx_texts import kernel
 from sim.verify import test_memory_faults
 
@@ -220,6 +222,19 @@ def test_schedules_of_ptx_find_wrong_values() -> None:
     assert report.failure is not None and report.failure.kind == "different results"
     with pytest.raises(ValueError, match="arch must be one of 80, 90, got 70"):
         verify.schedules(on_rank, 1, n=1, arch=70)
+
+
+def test_threads_that_have_met_are_equally_far() -> None:
+    """One mark stands for several threads' loads: with the time of one, which some may not have come to."""
+    agent = Agent(0, 0, 0, "a program", 64)
+    agent.begin(agent.clock)
+    warp = np.arange(32)
+    agent.has_released(warp[:1], all_threads=False)
+    latest = agent.own[0, 0]
+    agent.barrier(warp)
+    assert set(agent.acquired[5][:32]) == {latest} and set(agent.own[0, warp]) == {latest + 1}
+    agent.barrier()
+    assert set(agent.clock[:64]) == {latest + 1}
 
 
 @pytest.mark.parametrize(
