@@ -13,16 +13,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from interlace.runtime.compat.torch_groups import Store
-from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError, StoreGoneError
 
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
 DIGEST_BYTES = 32
 STORE_POLL_SECONDS = 2e-3
 _NOTHING = "nothing"  # no rank writes this value
-
-
-class StoreGoneError(InterlaceError):
-    """Raised when no process serves the store any more."""
 
 
 def job_secret() -> bytes:
