@@ -366,10 +366,10 @@ def meet(
 
     def compare_secrets(ranks: list[int]) -> None:
         """Raise if one of ``ranks`` has another secret, which would look like a rank that never joins."""
-        if others := [peer for peer in ranks if shows_other_secret(store, key, peer)]:
+        if differing := [peer for peer in ranks if shows_other_secret(store, key, peer)]:
             time.sleep(2 * PROBE_SECONDS)  # so that the others can see it before the store ends
             raise InterlaceError(
-                f"rank {rank}: ranks {others} have another {SECRET} than this rank, or none: set the same "
+                f"rank {rank}: ranks {differing} have another {SECRET} than this rank, or none: set the same "
                 f"value for all ranks of group {group!r}"
             )
 

@@ -119,16 +119,16 @@ def glance(store: Store, key: str) -> bytes | None:
 
 def show_secret(store: Store, key: str, rank: int) -> None:
     """Store a digest below ``key`` from which other ranks see whether they have the same secret."""
-    bare(store).set(f"{key}/secret/{rank}", _shown(store, key))
+    bare(store).set(f"{key}/secret/{rank}", _secret_mark(store, key))
 
 
 def shows_other_secret(store: Store, key: str, rank: int) -> bool:
     """Return whether ``rank`` has shown another secret, or that it has none."""
-    found = glance(bare(store), f"{key}/secret/{rank}")
-    return found is not None and found != _shown(store, key).encode()
+    mark = glance(bare(store), f"{key}/secret/{rank}")
+    return mark is not None and mark != _secret_mark(store, key).encode()
 
 
-def _shown(store: Store, key: str) -> str:
+def _secret_mark(store: Store, key: str) -> str:
     if not isinstance(store, SignedStore):
         return "no secret"
     return digest(store.secret, b"the secret for", key.encode()).hex()

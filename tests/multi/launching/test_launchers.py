@@ -104,8 +104,8 @@ def test_one_machine_is_two_hosts_with_unshare(folder: Path) -> None:
         agents = [
             pool.submit(pages.run_bash, line, folder) for line in (agent, f"unshare --user {agent}")
         ]
-    said = sorted(line for agent in agents for line in agent.result().splitlines())
-    assert said == ["hosts", "hosts", "rank 0 of 2: 2", "rank 1 of 2: 2"]
+    output = sorted(line for agent in agents for line in agent.result().splitlines())
+    assert output == ["hosts", "hosts", "rank 0 of 2: 2", "rank 1 of 2: 2"]
 
 
 @thorough

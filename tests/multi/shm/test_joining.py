@@ -345,9 +345,9 @@ def test_ranks_with_different_secrets_say_so_at_once(other: bytes) -> None:
     def join(rank: int) -> str:
         secret = other if rank else b"secret"
         signed = SignedStore(store, secret) if secret else store
-        with pytest.raises(InterlaceError) as raised:
+        with pytest.raises(InterlaceError) as error:
             HostGroup(StoreMeeting(signed), rank, 2, timeout=LONG, prefix=prefix)
-        return str(raised.value)
+        return str(error.value)
 
     for rank, text in enumerate(run(range(2), join)):
         assert text == (

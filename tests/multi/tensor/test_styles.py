@@ -229,23 +229,23 @@ def test_other_forms_of_a_module(mesh: DeviceMesh, forms: list[str]) -> None:
 @ranks(2, backend="interlace")
 def test_a_compiled_block_between_parts_that_communicate() -> None:
     """The inputs have a gradient: an AsyncCollectiveTensor would lose it in the compiled module."""
-    mesh, found = init_device_mesh("cpu", (2,)), []
+    mesh, gradients = init_device_mesh("cpu", (2,)), []
     plan = {
         "0": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "2": styles.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for compiled in (False, True):
+    for compiles in (False, True):
         torch.manual_seed(0)
         first, second = Doubling(WIDTH, WIDTH), Doubling(WIDTH, WIDTH)
         parts = nn.Embedding(12, WIDTH), first, nn.Linear(WIDTH, WIDTH), second
         module = torch_styles.parallelize_module(nn.Sequential(*parts), mesh, plan)
-        if compiled:
+        if compiles:
             for block in (first, second):
                 block.compile(backend="aot_eager", fullgraph=True)
         module(torch.arange(2 * SEQUENCE).view(2, SEQUENCE)).square().sum().backward()
-        found.append([whole(each.grad) for each in module.parameters()])
-    for mine, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(mine, expected)
+        gradients.append([whole(weight.grad) for weight in module.parameters()])
+    for eager, fused in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, eager)
 
 
 def test_refused_modules() -> None:
