@@ -369,8 +369,8 @@ def meet(
         if differing := [peer for peer in ranks if shows_other_secret(store, key, peer)]:
             time.sleep(2 * PROBE_SECONDS)  # so that the others can see it before the store ends
             raise InterlaceError(
-                f"rank {rank}: ranks {differing} have another {SECRET} than this rank, or none: set the same "
-                f"value for all ranks of group {group!r}"
+                f"rank {rank}: ranks {differing} have another {SECRET} than this rank, or none: set "
+                f"the same value for all ranks of group {group!r}"
             )
 
     show_secret(store, key, rank)
