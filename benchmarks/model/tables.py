@@ -101,7 +101,9 @@ def summary(found: Sequence[Compared]) -> Table:
     total = sum(each.within for each in found)
     held = [each for each in found if each.published.held_out]
     free = sum(each.within for each in held)
-    note = f"In all {total} of {len(found)}; of the {len(held)} that are held out {free}."
+    note = (
+        f"{total} of {len(found)} are within 15 %, and {free} of the {len(held)} that are held out."
+    )
     return Table(
         "summary",
         "Published speedups that the model gives to within 15 %",

@@ -53,7 +53,13 @@ from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.atomics import compare_and_swap
 from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED
 from interlace.runtime.processes.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
-from interlace.runtime.processes.signed_store import STORE_POLL_SECONDS, glance
+from interlace.runtime.processes.signed_store import (
+    SECRET,
+    STORE_POLL_SECONDS,
+    glance,
+    show_secret,
+    shows_other_secret,
+)
 from interlace.runtime.processes.waiting import Interruption, Patience, ended_processes
 
 if TYPE_CHECKING:
@@ -357,6 +363,17 @@ def meet(
             return unread()
         return missing() or [0]
 
+    def compare_secrets(ranks: list[int]) -> None:
+        """Raise if one of ``ranks`` has another secret, which would look like a rank that never joins."""
+        if differing := [peer for peer in ranks if shows_other_secret(store, key, peer)]:
+            time.sleep(2 * PROBE_SECONDS)  # so that the others can see it before the store ends
+            raise InterlaceError(
+                f"rank {rank}: ranks {differing} have another {SECRET} than this rank, or none: set "
+                f"the same value for all ranks of group {group!r}"
+            )
+
+    show_secret(store, key, rank)
+    compare_secrets([peer for peer in range(world_size) if peer != rank])
     # poll, because Store.wait prints a warning on stderr when it times out
     while ranks := missing() if rank == 0 else is_open():
         if (now := time.monotonic()) > deadline:
@@ -365,6 +382,7 @@ def meet(
             )
         if now > probed + PROBE_SECONDS:
             probed = now
+            compare_secrets(ranks)
             try:
                 watch(found)
             except InterlaceError as error:
@@ -381,6 +399,7 @@ def meet(
 def forget(store: Store, rank: int, key: str, nonce: str) -> None:
     """Delete this rank's keys. Every rank must have returned from :func:`meet`."""
     store.delete_key(f"{key}/{nonce}/{rank}")
+    store.delete_key(f"{key}/secret/{rank}")
     if rank == 0:
         store.delete_key(f"{key}/{nonce}/open")
 

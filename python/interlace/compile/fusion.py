@@ -163,7 +163,9 @@ class Candidate:
         if self.unfused_seconds is not None and self.fused_seconds is not None:
             unfused, fused = 1e6 * self.unfused_seconds, 1e6 * self.fused_seconds
             times = f" (predicted {unfused:.0f} us unfused, {fused:.0f} us fused)"
-        outcome = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
+        outcome = f"fused into {self.op}" if self.fused else f"not fused: {self.reason}"
+        if self.fused and self.matmuls:
+            outcome += f" with {self.matmuls} matmul{'s' if self.matmuls > 1 else ''}"
         return "; ".join([f"{subject}: {outcome}{times}", *self.notes])
 
 
@@ -231,14 +233,14 @@ class Pattern:
     ...         shard = interlace.compile.call(aten.relu.default, (collective.input,), relu)
     ...     collective.start.replace_input_with(collective.input, shard)
     ...     relu.replace_all_uses_with(collective.result)
-    >>> before = Pattern("relu, all_gather", find, rewrite)
+    >>> before = Pattern("relu_then_all_gather", find, rewrite)
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x):
     ...     return torch.relu(functional.all_gather(x, group=interlace.GroupSpec("tp", 4)))
     >>> graph = make_fx(layer, tracing_mode="fake")(torch.ones(4, 8)).graph
     >>> fuse(graph, patterns=[before]).summary()
-    'inference graph: fused 1 of 1 collectives (relu, all_gather 1)'
+    'inference graph: fused 1 of 1 collectives (relu_then_all_gather 1)'
     >>> [str(node.target).split(".")[-2] for node in graph.nodes if node.op == "call_function"]
     ['relu', 'all_gather', 'wait_tensor']
     """

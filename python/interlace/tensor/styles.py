@@ -83,9 +83,9 @@ class FusedLinear(nn.Linear):
             return output
         placement = Shard(found) if isinstance(found, int) else Replicate()
         whole = DTensor.from_local(output, style.mesh, (placement,), run_check=False)
-        if not as_wanted:
-            whole = whole.redistribute(placements=style.output_layouts, async_op=True)
-        return whole.to_local() if style.use_local_output else whole
+        return _prepare_output(
+            style.output_layouts, style.use_local_output, self, whole, style.mesh
+        )
 
     def explain(self) -> str:
         """Return a text: what the last forward ran, and why; before the first, what the layouts require."""
@@ -101,11 +101,10 @@ class FusedLinear(nn.Linear):
         prepared = torch_s._prepare_input_fn(
             style.input_layouts, style.desired_input_layouts, self, (input,), style.mesh
         )
-        output = nn.Linear.forward(self, prepared)
-        result: torch.Tensor = torch_s._prepare_output_fn(
+        output: Any = nn.Linear.forward(self, prepared)
+        return _prepare_output(
             style.output_layouts, style.use_local_output, self, output, style.mesh
         )
-        return result
 
     @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
@@ -282,6 +281,19 @@ def _even(name: str, length: int, dim: int, ranks: int) -> None:
         )
 
 
+def _prepare_output(
+    layouts: Placements, local: bool, _module: nn.Module, output: DTensor, _mesh: DeviceMesh
+) -> torch.Tensor:
+    """Return ``output`` in ``layouts``, as torch's styles do, but without an AsyncCollectiveTensor.
+
+    Such a tensor loses its history when a compiled module receives it: torch 2.13 then fails in
+    backward.
+    """
+    if output.placements != layouts:
+        output = output.redistribute(placements=layouts)
+    return output.to_local() if local else output
+
+
 class ColwiseParallel(torch_style.ColwiseParallel):
     """Shard an ``nn.Linear`` or ``nn.Embedding`` by its output features.
 
@@ -293,6 +305,8 @@ class ColwiseParallel(torch_style.ColwiseParallel):
     >>> ColwiseParallel(input_layouts=Shard(1))
     ColwiseParallel(input_layouts=(Shard(dim=1),), output_layouts=(Shard(dim=-1),), use_local_output=True)
     """
+
+    _prepare_output_fn = staticmethod(_prepare_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
@@ -312,6 +326,8 @@ class RowwiseParallel(torch_style.RowwiseParallel):
     >>> RowwiseParallel(output_layouts=Shard(1))
     RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=1),), use_local_output=True)
     """
+
+    _prepare_output_fn = staticmethod(_prepare_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:

@@ -35,9 +35,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.core.errors import (
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+    StoreGoneError,
+)
 from interlace.runtime.processes.rendezvous import PROBE_SECONDS
-from interlace.runtime.processes.signed_store import StoreGoneError, glance
+from interlace.runtime.processes.signed_store import glance
 from interlace.runtime.processes.waiting import Interruption, Patience, has_ended
 
 if TYPE_CHECKING:
