@@ -17,6 +17,12 @@ from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, OPERAND_FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
 from ops.contracts import FORMAT_KINDS as KINDS
+from ops.test_scales_apart import (
+    functional_gather,
+    functional_scatter,
+    fused_gather,
+    fused_scatter,
+)
 from ranks import ranks
 from tiers import few
 
@@ -298,7 +304,7 @@ def test_wrong_operands_are_refused_on_all_ranks(
 
 def gathers_of_torch(x: Any) -> Any:
     scales = formats.swizzled(x.scales)
-    return gather_of_torch(x.values, scales, x.t().values, scales)
+    return fused_gather(x.values, x.t().values, (scales, scales))
 
 
 def dispatches(x: Any) -> Any:
@@ -331,29 +337,7 @@ def test_ranks_compare_k_and_format(form: Any) -> None:
             form(x)
 
 
-def gather_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    none, group = [None], describe(None, "")[0]
-    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-        values, [weight], scales, [of_weight], 0, group, none, none, none, [False]
-    )
-
-
-def reduction_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    about = 0, 0, describe(None, "")[0], [values.shape[0], weight.shape[1]]
-    factors = values, weight, scales, of_weight
-    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(*factors, "sum", *about)
-
-
-def gather_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    return functional.wait(functional.all_gather_scaled_matmul(values, weight, scales, of_weight))  # type: ignore[arg-type]
-
-
-def reduction_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    factors = values, weight, scales, of_weight
-    return functional.wait(functional.scaled_matmul_reduce_scatter(*factors))
-
-
-OF_TENSORS = (gather_in_graph, reduction_in_graph, gather_of_torch, reduction_of_torch)
+OF_TENSORS = (functional_gather, functional_scatter, fused_gather, fused_scatter)
 
 
 def filled_with(scales: torch.Tensor, number: float) -> torch.Tensor:
@@ -439,7 +423,8 @@ def refusals(name: str) -> None:
         for form in forms:
             for first in (0, size - 1):
                 with pytest.raises((ValueError, TypeError), match=words):
-                    form(*(tensors if rank >= first else fine))
+                    values, scales, weight, of_weight = tensors if rank >= first else fine
+                    form(values, weight, (scales, of_weight))
     eager = interlace.all_gather_matmul, interlace.matmul_reduce_scatter
     lazy = functional.all_gather_matmul, functional.matmul_all_reduce
     for words, operands in wrong_operands(name):
