@@ -223,6 +223,27 @@ def test_misuse_of_one_rank_is_told_to_all(op: str, changes: dict[str, Any], tex
 SIZES = st.lists(st.sampled_from([0, 0, 1, 2, 15, 16, 17, 40]), min_size=6, max_size=6)
 
 
+@given(st.lists(SIZES, min_size=3, max_size=3), st.booleans(), st.sampled_from([16, 32]))
+def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int) -> None:
+    """Each row is sent once, is expected by its receiver, and every chunk has its own slot."""
+    blocks = tuple((2 * r, 2 * r + 2) if exchange else (0, 6) for r in range(3))
+    everyone = [Routes(r, tuple(map(tuple, counts)), blocks) for r in range(3)]
+    for routes in everyone:
+        rank = routes.rank
+        arriving = [
+            line for other in everyone for line in other.send_lines(chunk) if line[0] == rank
+        ]
+        slots = [line[4] for line in arriving]
+        assert sorted(slots) == sorted(slot for _, slot in routes.arrival_slots(chunk))
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < routes.slots(chunk) for slot in slots)
+        filled = [row for _, _, rows, to, _ in arriving for row in range(to, to + rows)]
+        segments = [row[rank] for row in routes.mine]
+        filled += [row for s in segments for row in range(s.to, s.to + s.rows)]
+        assert sorted(filled) == list(range(routes.received(rank)))
+        assert routes.received(rank) <= routes.most_received
+
+
 def test_segments_are_those_of_the_docstring() -> None:
     routes = Routes(0, ((3, 1), (2, 4)), ((0, 2), (0, 2)))
     assert routes.segment_lines() == [[0, 3, 0], [3, 2, 0], [5, 1, 3], [6, 4, 2]]

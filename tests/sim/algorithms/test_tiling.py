@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, strategies as st
 
-from interlace.kernels import tiling
+from interlace.kernels import launch_formulas, tiling
 
 WORLDS = st.integers(1, 16)
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=16)
@@ -73,3 +73,28 @@ def test_grouped_tiles_are_a_permutation(tiles_m: int, tiles_n: int, group: int)
     assert sorted(order) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
     bands = [m // group for m, _ in order]
     assert bands == sorted(bands), "a band is finished before the next one starts"
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.integers(1, 5), st.data()
+)
+def test_lines_of_chunks_cover_all_rows_and_number_all_tiles(
+    rows: list[int], chunks: int, data: st.DataObject
+) -> None:
+    """The rank's shard is first, as one chunk, because its tiles wait for nothing."""
+    world, block_m, tiles_n = len(rows), 8, 3
+    rank = data.draw(st.integers(0, world - 1))
+    size = launch_formulas.chunk_rows(rows, block_m, chunks)
+    lines = launch_formulas.chunk_lines(rank, world, rows, size, block_m, tiles_n)
+    assert [line[:3] for line in lines if line[0] == rank] == [[rank, 0, rows[rank]]] * bool(
+        rows[rank]
+    )
+    assert not rows[rank] or lines[0][0] == rank
+    covered = sorted(row for _, _, count, to, *_ in lines for row in range(to, to + count))
+    assert covered == list(range(sum(rows)))
+    for source, first, _, to, slot, _ in lines:
+        assert to == sum(rows[:source]) + first
+        here = launch_formulas.chunk_slots(rows[:source], size) + first // size
+        assert source == rank or slot == here
+    tiles = [launch_formulas.ceil_div(line[2], block_m) * tiles_n for line in lines]
+    assert [line[5] for line in lines] == tiling.prefix_sums(tiles)[:-1]
