@@ -172,7 +172,7 @@ def counted_layer(algorithm: str) -> None:
 
 
 # Functions that check numbers where reading them costs nothing, which is not on a GPU.
-CHECKS = {"check_numbers", "checked_segments", "check_experts", "assigned"}
+CHECKS = {"check_numbers", "checked_segments", "check_experts", "assign"}
 
 
 def test_no_count_is_read() -> None:
