@@ -348,7 +348,7 @@ def _is_absent(value: object) -> bool:
 def _ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
-    >>> _listed(range(8)), _listed((0, 2)), _listed((5,))
+    >>> _ranks_in_words(range(8)), _ranks_in_words((0, 2)), _ranks_in_words((5,))
     ('0-7', '0,2', '5')
     """
     if len(ranks) > 1 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:

@@ -213,7 +213,7 @@ class NothingBuilt:
 def built(monkeypatch: pytest.MonkeyPatch) -> NothingBuilt:
     made = NothingBuilt()
     monkeypatch.setattr(command, "build_entries", made.build)
-    monkeypatch.setattr(command, "linked", lambda arch, folder: [])
+    monkeypatch.setattr(command, "linked_entries", lambda arch, folder: [])
     return made
 
 

@@ -107,7 +107,7 @@ def _of(gpu: FakeGpu) -> list[Replacement]:
         "current_stream": lambda device: gpu.current,
         "capture_of": capture_number,
         "leave_captures_alone": lambda: None,
-        "pinned": lambda words: torch.tensor(words, dtype=torch.int64),
+        "pinned_tensor": lambda words: torch.tensor(words, dtype=torch.int64),
     }
     return [
         *[(torch.cuda, name, value) for name, value in of_torch.items()],
