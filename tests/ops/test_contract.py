@@ -148,12 +148,6 @@ def test_values(place: str, op: str, dtype: str) -> None:
 
 
 @ranks(SIZE)
-def test_values_of_all_ops_in_processes() -> None:
-    for op in cells("values"):
-        check_values(op)
-
-
-@ranks(SIZE)
 def test_all_ops_in_processes_are_asynchronous() -> None:
     for op in cells("asynchronous"):
         test_asynchronous.body("shm", op)
