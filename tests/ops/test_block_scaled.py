@@ -204,10 +204,10 @@ def test_in_processes() -> None:
     interlace.run(every_op, 2, KINDS, place="shm")
 
 
-def compiled_code(name: str, **configuration: int) -> None:
-    """Run compiled PTX; also with one column, and a k of 34."""
+def compiled_code(name: str, *shapes: tuple[int, int], **configuration: int) -> None:
+    """Run compiled PTX with these k and columns."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    for inner, columns in ((INNER, COLUMNS), (34, 1)):
+    for inner, columns in shapes:
         shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
         weight = made(name, columns, 9, weight=True, inner=inner).t()
         parts = zip(*(product(s, weight) for s in shards), strict=True)
@@ -224,11 +224,12 @@ def compiled_code(name: str, **configuration: int) -> None:
 @pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
     """On sm_90 fp8 and bf16 factors use wgmma."""
-    interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
+    shapes = (INNER, COLUMNS), (34, 1)
+    interlace.run(compiled_code, 2, name, *shapes, place="ptx", arch=90, timeout=600)
 
 
 def few_at_a_time(name: str) -> None:
-    compiled_code(name, block_k=16)
+    compiled_code(name, (INNER, COLUMNS), block_k=16)
 
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))

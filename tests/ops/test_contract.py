@@ -451,9 +451,6 @@ def test_misuse(place: str, op: str) -> None:
             with pytest.raises((TypeError, ValueError)) as caught:
                 finish(call.begin(**others))
             assert rank in ranks_wrong or "rank" in str(caught.value), (name, caught.value)
-        total = torch.ones(2)
-        interlace.all_reduce(total)
-        assert total.tolist() == [SIZE, SIZE], name
     call.check(finish(call.begin()))
 
 
