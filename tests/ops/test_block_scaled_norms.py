@@ -229,12 +229,10 @@ def test_empty_parts_and_no_numbers(name: str, op: str, algorithm: str) -> None:
             interlace.run(on_rank, 3, *shape)
 
 
-@pytest.mark.parametrize(
-    ("op", "algorithm"), [*((op, "auto") for op in OPS), ("matmul_reduce_scatter", "pipelined")]
-)
+@pytest.mark.parametrize("op", OPS)
 @ranks(4, place="sim")
-def test_on_several_nodes(op: str, algorithm: str) -> None:
-    every_form(op, "nvfp4", 200, (algorithm,), group=on_nodes(TWO, "late"))
+def test_on_several_nodes(op: str) -> None:
+    every_form(op, "nvfp4", 200, ("auto",), group=on_nodes(TWO, "late"))
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("nvfp4", 1), ("fp8_block128", 2)])
