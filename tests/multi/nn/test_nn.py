@@ -297,11 +297,6 @@ def test_layers(world_size: int) -> None:
     compare_all()
 
 
-def test_gradients_in_a_simulation() -> None:
-    names = ["layer norm", "qkv", "mlp, gated, batch first", "embedding"]
-    interlace.run(compare_all, 2, names, seed=1)
-
-
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
 @ranks()
 def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:

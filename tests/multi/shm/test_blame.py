@@ -59,15 +59,6 @@ def test_async_ops_of_two_groups_in_either_order(grouped: Grouped) -> None:
     assert [tensor[0].item() for tensor in tensors] == [3.0] * 4
 
 
-def test_async_op_returns_before_the_others_have_called(grouped: Grouped) -> None:
-    groups = grouped(2)
-    works = [interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)]
-    assert not works[0].is_completed()
-    works.append(interlace.all_reduce(torch.ones(4), group=groups[1], async_op=True))
-    for work in works:
-        work.wait()
-
-
 def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback of an error keeps it alive. A wait of another group then does not name this group."""
     group = HostGroup(None, 0, 1, timeout=LONG, prefix="here")

@@ -329,13 +329,6 @@ def test_a_message_that_does_not_fit(
 
 
 @ranks(2)
-def test_a_message_that_never_comes() -> None:
-    if interlace.get_rank() == 0:
-        with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
-            interlace.irecv(torch.zeros(1), 1, tag=3).wait()
-
-
-@ranks(2)
 def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
     """Rank 1 calls after rank 0 has slept some number of times: a rank that spins never sleeps."""
     interlace.barrier()
@@ -388,10 +381,6 @@ def test_a_single_slow_op_changes_nothing() -> None:
     chosen(choice, SOON - 1, 2.0, 1.0)
     choice.took(True, 50.0)
     assert chosen(choice, SOON, 2.0, 1.0) == [True] * SOON
-
-
-def test_a_clock_that_stands_still_is_no_error() -> None:
-    assert chosen(WriteChoice(), 2 * AGAIN, 0.0, 0.0).count(True) < AGAIN
 
 
 def test_the_last_rank_decides_how_all_write() -> None:
@@ -454,18 +443,6 @@ def test_machines_without_a_third_level_or_that_do_not_say(tmp_path: Path) -> No
     assert caches([0, 1], tmp_path) == (2 << 20, 2 << 20)
     core(tmp_path, 2, ("Unified", 2, "unknown", "2"), ("Unified", 3, "0K", "2"))
     assert caches([2], tmp_path) == UNKNOWN
-
-
-def test_sizes_follow_from_the_caches() -> None:
-    small, large = (Thresholds.of(Caches(1 << 20, 32 << 20), ranks) for ranks in (4, 2))
-    assert small == (256 << 10, 1 << 20, 1 << 20, 2 << 20, 4 << 20)
-    assert large == (256 << 10, 1 << 20, 1 << 20, 4 << 20, 8 << 20)
-    assert Thresholds.of(Caches(2 << 20, 32 << 20), 64)[:4] == (
-        512 << 10,
-        2 << 20,
-        2 << 20,
-        2 << 20,
-    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -19,7 +19,6 @@ from llvmlite import binding
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.shm.machine_code import COMPARE, RING, SUMS, WAIT, Copier, Steps
-from interlace.runtime.processes import waiting
 from interlace.runtime.processes.control import ANYONE, BELL, wake
 from tiers import thorough
 
@@ -237,28 +236,6 @@ def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.Mon
     assert made.run(0) == -1
 
 
-def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(waiting, "_yield_core", lambda: given.append(1))
-    monkeypatch.setattr(waiting, "crowded_until", until := ctypes.c_int64())
-    monkeypatch.setattr(waiting, "LONG_YIELD", -1)  # as every yield is
-    _memory, addresses = words(0)
-    made = Steps()
-    made.wait(addresses, 1)
-    made.complete(spin=False, crowd=(-1, 10, ctypes.addressof(until)))
-    patience = waiting.Patience(0, 600.0, lambda doing, waited_for: None, spins=0)
-    for step in (lambda: made.run(0), lambda: patience.step("an op", (1,))):
-        until.value = 0
-        step()
-        assert until.value > 0
-        until.value = far = time.monotonic_ns() + (1 << 50)
-        step()
-        assert until.value == far
-    assert given == [1]
-
-
 @pytest.mark.parametrize("keeps_lock", [False, True])
 def test_a_word_that_another_thread_stores_ends_a_wait(
     keeps_lock: bool, monkeypatch: pytest.MonkeyPatch
@@ -306,21 +283,6 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
 
 
 # -- the machine code --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ir", "said"),
-    [
-        ("define void @f() { nonsense }", "expected instruction opcode"),
-        ("declare void @g() define void @f() { call void @g() ret void }", r"[Ss]ymbols.* f "),
-        ("@g = global i32 0", r"[Ss]ymbols.* f "),
-    ],
-)
-def test_what_llvm_does_not_take_and_a_function_that_is_nowhere_are_errors(
-    ir: str, said: str
-) -> None:
-    with pytest.raises(RuntimeError, match=said):
-        machine_code.compile_ir(ir, "f")
 
 
 def assembly(ir: str, processor: str) -> str:
