@@ -1,7 +1,4 @@
-"""Find sentences that are hard to read, and names that say nothing, in pages and in the source.
-
-``KINDS`` has a regular expression for each kind of hard sentence. ``texts`` reads all files.
-"""
+"""Find sentences that are hard to read, and names that say nothing, in pages and in the source."""
 
 import ast
 import functools

@@ -1,7 +1,4 @@
-"""The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``.
-
-Each check is a function over a graph or over text, and has a negative control.
-"""
+"""The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``."""
 
 import ast
 import functools

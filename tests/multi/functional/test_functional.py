@@ -4,11 +4,8 @@ import copy
 import io
 import operator
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
 from multi.functional.op_cases import TABLE, compare, flat
 from ranks import ranks
-from tiers import few, thorough
+from tiers import few
 
 in_both_places = pytest.mark.parametrize("place", few(["shm", "sim"], "shm"))
 
@@ -376,32 +373,6 @@ def test_failures_are_raised_again() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match=expected):
                 wait(tensor)
-
-
-EXIT = """
-import sys, torch, interlace
-from interlace import functional
-def body(traced):
-    x = torch.ones(4, requires_grad=traced)
-    sys.kept = [functional.all_reduce(x) for _ in range(3)]
-    functional.all_gather(x)
-if __name__ == "__main__":
-    interlace.run(body, 2, {traced}, place={place!r})
-    interlace.run(body, 1, {traced}, place="sim")
-    import os
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    body({traced})
-"""
-
-
-@thorough
-@pytest.mark.parametrize("place, traced", few([("sim", False), ("shm", True)], ("sim", False)))
-def test_unwaited_results_at_exit(tmp_path: Path, place: str, traced: bool) -> None:
-    script = tmp_path / "exits.py"
-    script.write_text(EXIT.format(place=place, traced=traced))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
 
 
 OUT: list[tuple[str, tuple[Any, ...]]] = [

@@ -15,11 +15,9 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +25,11 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.core.call import Call, MessageEnd
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
-from interlace.runtime.places.shm.mail import _NUMBER, Messages, Sending
 from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
 from tiers import thorough
@@ -239,30 +236,6 @@ def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.soc
     assert narrow.said == b"".join(each) and tries == 5
 
 
-def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
-    boxes: tuple[FarBox, socket.socket],
-) -> None:
-    """A sender that reuses the memory for other contents sends a new record."""
-    box, narrow, first, second = boxes[0], Narrow([0, 0, 7, 0]), content(200, 5), content(200, 3)
-    box.wire = narrow  # type: ignore[assignment]
-    carrier = SimpleNamespace(
-        inline=4096, prepare=lambda *_, **__: None, arrived=lambda: (), begun=lambda peer: box.begun,
-        put=lambda peer, tag, nbytes, dtype, data, shift: box.put(tag, nbytes, dtype, data),
-    )  # fmt: skip
-    messages, memory, ends = Messages(SimpleNamespace(rank=0), carrier, print), first.clone(), []
-    for tag in range(3):
-        ends.append(MessageEnd())
-        ends[-1].refused = deque()
-        messages.advance(Sending(memory, 1, 0, ends[-1]))
-        if tag < 2:  # nothing of the first has left, a part of the second has
-            messages.fail(ends[-1], InterlaceError("late"))
-            memory.copy_(second)
-    ends[2].result(0)
-    each = [_RECORD.pack(0, 200, number, 200) for number in [_NUMBER[torch.uint8]] * 2]
-    content_of = [second.numpy().tobytes()] * 2
-    assert narrow.said == each[0] + content_of[0] + each[1] + content_of[1]
-
-
 class Handler(Exception):
     """The exception of the signal handler."""
 
@@ -315,51 +288,6 @@ def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicat
     with pytest.raises(ValueError, match="number of elements differs"):
         while True:
             groups[0].engine.send(CALL, short, 2, 1).result(LONG)
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    one = socket.create_connection(listener.getsockname())
-    with listener:
-        return one, listener.accept()[0]
-
-
-@pytest.fixture
-def streams() -> Iterator[tuple[FarBox, tuple[socket.socket, socket.socket]]]:
-    records, pieces = connected(), connected()
-    yield FarBox(1, records[0], pieces[0], 4096), (records[1], pieces[1])
-    for each in (*records, *pieces):
-        each.close()
-
-
-WHOLE = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
-
-
-@pytest.mark.parametrize("reset", [0, 1])
-def test_one_connection_of_two_that_is_reset_is_the_end(streams: Any, reset: int) -> None:
-    box, others = streams
-    others[0].sendall(WHOLE + WHOLE[:10])
-    select.select([box.wire], [], [])
-    assert not box.over()
-    others[reset].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    others[reset].close()
-    record = box.peek()
-    assert record is not None and not box.over()
-    box.take(record)
-    while not box.over():
-        pass
-
-
-def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come(streams: Any) -> None:
-    box, others = streams
-    others[0].sendall(WHOLE[:-1])
-    others[0].close()
-    while box.peek() is not None or not box.ended:
-        box.readable = True
-    assert not box.over()
-    others[1].close()
-    while not box.over():
-        pass
 
 
 SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that

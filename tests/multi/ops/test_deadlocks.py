@@ -1,7 +1,4 @@
-"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue.
-
-No timeout of these runs is ever reached: each error is a found deadlock.
-"""
+"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue."""
 
 import _thread
 import contextlib

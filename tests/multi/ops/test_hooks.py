@@ -250,15 +250,14 @@ def test_torchs_api_and_an_abort() -> None:
 NAN, INF = float("nan"), float("inf")
 
 
-@everywhere
 @pytest.mark.parametrize(
-    ("dtype", "value", "kind"),
+    ("place", "hosts", "dtype", "value", "kind"),
     [
-        (torch.float32, NAN, "nan"),
-        (torch.bfloat16, NAN, "nan"),
-        (torch.float8_e5m2, NAN, "nan"),
-        (torch.complex64, complex(0, NAN), "nan"),
-        (torch.float64, -INF, "inf"),
+        ("sim", 1, torch.bfloat16, NAN, "nan"),
+        ("sim", 1, torch.float8_e5m2, NAN, "nan"),
+        ("sim", 1, torch.complex64, complex(0, NAN), "nan"),
+        ("threads", 1, torch.float32, NAN, "nan"),
+        ("threads", 2, torch.float64, -INF, "inf"),
     ],
 )
 @ranks(2)

@@ -1,7 +1,4 @@
-"""The backend of torch.distributed: every call, and every rule that a group in Python has to keep.
-
-Each test of a rule fails without the rule; what happened then is in the docstrings of the rules' modules.
-"""
+"""The backend of torch.distributed: every call, and every rule that a group in Python has to keep."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Torch's ways to train in parallel give the numbers of one process on the backend.
-
-Every case raises on its rank if its numbers differ from the same computation in one process.
-"""
+"""Torch's ways to train in parallel give the numbers of one process on the backend."""
 
 import copy
 import warnings

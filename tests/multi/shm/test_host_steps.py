@@ -1,7 +1,4 @@
-"""Collectives of one host as steps of machine code: waits, interrupts, and the same bits as in Python.
-
-Values of all ops in all sizes are in test_host_engine.py, on ranks with steps and without.
-"""
+"""Collectives of one host as steps of machine code: waits, interrupts, and the same bits as in Python."""
 
 import itertools
 import os

@@ -280,12 +280,6 @@ def again_and_again(times: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@ranks(2)
-def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
-    before, after = again_and_again(40)
-    assert after <= before
-
-
 @ranks(4, hosts=2)
 def test_nothing_is_left_of_groups_of_two_hosts() -> None:
     """Reference counts must free them, because the collector of cycles may run late."""
@@ -299,10 +293,10 @@ def test_nothing_is_left_of_groups_of_two_hosts() -> None:
     assert after <= before
 
 
-@thorough
+@pytest.mark.parametrize("times", few([40, 1000], 40))
 @ranks(3)
-def test_nothing_is_left_of_a_thousand_groups() -> None:
-    before, after = again_and_again(1000)
+def test_nothing_is_left_of_a_thousand_groups(times: int) -> None:
+    before, after = again_and_again(times)
     assert after <= before
 
 

@@ -240,39 +240,6 @@ def test_collectives(backend: str) -> None:
 # -- callers -------------------------------------------------------------------------------------------
 
 
-class GatherLinear(torch.autograd.Function):
-    """A layer as in torchtitan: the ops have a group name, and the backward gathers the input again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.group = group
-        made: torch.Tensor = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group)[1][0]
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        ops = torch.ops.symm_mem
-        whole = ops._low_contention_all_gather(x, ctx.group)
-        of_x = ops.fused_matmul_reduce_scatter(grad, w, "sum", 0, ctx.group)
-        whole = torch.ops._c10d_functional.wait_tensor(whole)
-        return of_x, grad.flatten(0, -2).t() @ whole.flatten(0, -2), None
-
-
-@ranks(2, backend="interlace")
-def test_layer_with_gradients() -> None:
-    """An autograd function calls the ops by the group's name, as torchtitan does."""
-    group: Any = dist.group.WORLD
-    x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
-    GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
-    got = x.grad, w.grad
-    x.grad = w.grad = None
-    whole = torch.distributed.nn.functional.all_gather(x, group)
-    (torch.cat(whole) @ w.t()).square().sum().backward()
-    assert torch.equal(got[0], x.grad) and torch.equal(got[1], w.grad)  # type: ignore[arg-type]
-
-
 def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def counting(*args: Any, **kwargs: Any) -> Any:
