@@ -1,4 +1,4 @@
-"""Every functional op with its arguments, and what torch in one process makes of the inputs of all ranks."""
+"""Every functional op with arguments, and what single-process torch makes of the inputs of all ranks."""
 
 import itertools
 from collections.abc import Callable

@@ -160,7 +160,15 @@ def end_at(when: str, hosts: int) -> None:
         roll.say = says
 
 
-@pytest.mark.parametrize(("hosts", "when"), [(hosts, when) for hosts in (1, 2) for when in MOMENTS])
+@pytest.mark.parametrize(
+    ("hosts", "when"),
+    few(
+        [*itertools.product((1, 2), MOMENTS)],
+        *itertools.product([1], MOMENTS),
+        (2, "after its card"),
+        (2, "said so"),
+    ),
+)
 @ranks(4, gone=[1, 2])
 def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
     rank = interlace.get_rank()

@@ -275,7 +275,7 @@ def refuse() -> None:
 )
 def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
     # facts about this process are cached
-    known = {name: getattr(machine_code, name).__wrapped__ for name in ("supported", "_run")}
+    known = {name: getattr(machine_code, name).__wrapped__ for name in ("is_supported", "_run")}
     with mock.patch.multiple(machine_code, PROCESSOR="x86_64", **known), missing:
         assert not machine_code.available()
         with pytest.raises(RuntimeError, match="no machine code"):
