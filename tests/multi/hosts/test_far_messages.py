@@ -2,8 +2,6 @@
 
 import atexit
 import contextlib
-import functools
-import itertools
 import linecache
 import os
 import pathlib
@@ -15,9 +13,11 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +25,14 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
+from interlace.runtime.places.shm.mail import _NUMBER, Messages, Sending
 from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
-from tiers import thorough
 
 CALL = Call("message")
 LARGE = 16 << 20  # bytes that no kernel keeps for a connection
@@ -236,6 +236,30 @@ def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.soc
     assert narrow.said == b"".join(each) and tries == 5
 
 
+def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
+    boxes: tuple[FarBox, socket.socket],
+) -> None:
+    """A sender that reuses the memory for other contents sends a new record."""
+    box, narrow, first, second = boxes[0], Narrow([0, 0, 7, 0]), content(200, 5), content(200, 3)
+    box.wire = narrow  # type: ignore[assignment]
+    carrier = SimpleNamespace(
+        inline=4096, prepare=lambda *_, **__: None, arrived=lambda: (), begun=lambda peer: box.begun,
+        put=lambda peer, tag, nbytes, dtype, data, shift: box.put(tag, nbytes, dtype, data),
+    )  # fmt: skip
+    messages, memory, ends = Messages(SimpleNamespace(rank=0), carrier, print), first.clone(), []
+    for tag in range(3):
+        ends.append(MessageEnd())
+        ends[-1].refused = deque()
+        messages.advance(Sending(memory, 1, 0, ends[-1]))
+        if tag < 2:  # nothing of the first has left, a part of the second has
+            messages.fail(ends[-1], InterlaceError("late"))
+            memory.copy_(second)
+    ends[2].result(0)
+    each = [_RECORD.pack(0, 200, number, 200) for number in [_NUMBER[torch.uint8]] * 2]
+    content_of = [second.numpy().tobytes()] * 2
+    assert narrow.said == each[0] + content_of[0] + each[1] + content_of[1]
+
+
 class Handler(Exception):
     """The exception of the signal handler."""
 
@@ -290,10 +314,6 @@ def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicat
             groups[0].engine.send(CALL, short, 2, 1).result(LONG)
 
 
-SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that
-ELEMENTS = 3_000_000  # a message is under way most of the time
-
-
 def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
     """Rank 1 loses its connections and lives; report the errors of both ranks' op."""
     group = joined(rank, world_size, folder)
@@ -316,45 +336,3 @@ def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: Path)
         for rank in range(2):
             found = rf"rank {1 - rank} \(pid \d+\) died, or the connection to it broke, while"
             assert re.search(found, said := heard(ends[rank])), said
-
-
-def moving_for_ever(
-    rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
-) -> None:
-    """Run ops until one rank has ended; report the other rank's error."""
-    group = joined(rank, world_size, folder, timeout=timeout)
-    engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
-    try:
-        for number in itertools.count():
-            if op == "all_gather":
-                gather = functools.partial(engine.all_gather, Call(op), out, mine)
-                group.run(op, gather, async_op=False)
-            elif rank == 0:
-                engine.send(Call("send"), mine, 1, 0).result()
-            else:
-                engine.recv(Call("recv"), mine, 0, 0).result()
-            if number == 0:
-                said.send("up")
-    except InterlaceError as error:
-        said.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # a part of a message to a stopped rank has not left yet
-
-
-@thorough
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.06, 0.09])
-@pytest.mark.parametrize(
-    ("op", "end", "timeout", "text"),
-    [
-        ("all_gather", signal.SIGKILL, LONG, "PeerDiedError: rank 1 "),
-        ("all_gather", signal.SIGSTOP, SHORT, "has waited 5 s for ranks [1]"),
-        ("send", signal.SIGSTOP, SHORT, "send to rank 1 (tag 0) has waited 5 s for ranks [1]"),
-    ],
-)
-def test_a_wait_for_the_rest_of_a_message_ends(
-    tmp_path: Path, delay: float, op: str, end: signal.Signals, timeout: float, text: str
-) -> None:
-    with started(moving_for_ever, 2, tmp_path, timeout, op) as (processes, ends):
-        assert [heard(each) for each in ends] == ["up", "up"]
-        time.sleep(delay)
-        os.kill(processes[1].pid, end)
-        assert text in heard(ends[0])

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -36,6 +35,7 @@ from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.processes.waiting import Patience
+from interlace.runtime.processes.worker import OrderedWorker
 from ranks import ranks
 from support import resources, shared_names
 from tiers import few, thorough
@@ -390,27 +390,6 @@ def test_wait_that_passes_its_bound() -> None:
         place.exchange(b"", "all_reduce number 7")
 
 
-@ranks(2)
-def test_forked_child_cannot_use_the_group() -> None:
-    place = of_rank()
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
-        child = os.fork()
-    if child == 0:
-        try:
-            place.exchange(b"", "in the child")
-        except InterlaceError as error:
-            os.write(write_end, str(error).encode())
-        place.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write_end)
-    with os.fdopen(read_end) as stream:
-        assert "a forked child has to make its own" in stream.read()
-    place.exchange(b"", "the parent goes on")
-
-
 def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
     """A peer may publish and exit; a wait that the publication ended is not a failure."""
     looks: list[str] = []
@@ -626,3 +605,17 @@ def test_a_forked_process_does_not_do_what_its_parent_does_on_sigterm(
     child.process.join()
     assert child.process.exitcode == -signal.SIGTERM
     child.kill()
+
+
+def test_closed_worker_fails_what_has_not_started() -> None:
+    worker, gate, started = OrderedWorker("test"), threading.Event(), threading.Event()
+    running = worker.submit(lambda: (started.set(), gate.wait()))
+    waiting = worker.submit(lambda: None)
+    started.wait()
+    worker.close(timeout=0)
+    gate.set()
+    assert running.result() == (None, True)
+    with pytest.raises(AbortedError):
+        waiting.result()
+    with pytest.raises(AbortedError):
+        worker.submit(lambda: None)

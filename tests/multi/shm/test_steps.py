@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import machine_code
-from interlace.runtime.places.shm.machine_code import SUMS, Copier, Steps
+from interlace.runtime.places.shm.machine_code import RING, SUMS, Copier, Steps
+from interlace.runtime.processes.control import ANYONE, BELL
 from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
@@ -152,6 +154,20 @@ def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> 
             wanted[first : first + nbytes] = source[start : start + nbytes]
             copier(memory.data_ptr() + first, source.data_ptr() + start, nbytes)
             assert torch.equal(memory, wanted), (nbytes, to, start)
+
+
+def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
+    memory = torch.zeros(3, 2 * BELL // 8, dtype=torch.int64)
+    addresses = [memory[place].data_ptr() for place in range(3)]
+    made = listed(lambda s: s.ring(addresses, 5))
+    assert made.kinds[0] == RING
+    for place, (value, rung) in itertools.product(range(3), ((5, 1), (ANYONE, 1), (4, 0), (0, 0))):
+        memory.zero_()
+        memory[place, 0] = value
+        assert made.run(0) == -1
+        bells = [0, 0, 0]
+        bells[place] = rung
+        assert memory[:, BELL // 8].tolist() == bells
 
 
 def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
