@@ -73,7 +73,8 @@ def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("op", "name"), few(OPS_AND_FORMATS, *OPS_AND_FORMATS[:: len(FORMATS) + 1])
+    ("op", "name"),
+    few(OPS_AND_FORMATS, *OPS_AND_FORMATS[:: len(FORMATS) + 1], ("dispatch", "nvfp4")),
 )
 def test_operands_in_block_scaled_formats(op: str, name: str, tmp_path: pathlib.Path) -> None:
     """The moved bytes are rows with their scales and padding, or rows of the output."""

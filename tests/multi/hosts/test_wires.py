@@ -1,8 +1,10 @@
 """Connections between hosts for bytes of collectives, and the store of a group that is made by them."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import regroup as rolls
 from interlace.runtime.places.hosts.links import ROW, Packet
-from interlace.runtime.places.hosts.regroup import HostsRoll
+from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
 from interlace.runtime.places.hosts.wires import Wires, read_address
 from interlace.runtime.processes.control import ATTEMPT
 from interlace.runtime.processes.signed_store import digest
@@ -62,6 +64,20 @@ def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(swap, range(2))) == [True, True]
+
+
+def test_flush_up_to_a_point_does_not_wait_for_what_was_posted_later(pair: list[Wires]) -> None:
+    pair[0].post(1, b"first")
+    posted = dict(pair[0].posted)
+    pair[0].post(1, bytes(MORE))  # nobody takes it
+    pair[0].flush(posted)
+    said = bytearray(5)
+    pair[1].take(0, said)
+    assert said == b"first"
+    waiting = threading.Thread(target=pair[0].flush)  # the control
+    waiting.start()
+    pair[1].take(0, bytearray(MORE))
+    waiting.join()
 
 
 def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
@@ -124,6 +140,44 @@ def test_connecting_ends_when_nobody_waits_for_it() -> None:
     wires.listen("127.0.0.1")
     with pytest.raises(InterlaceError, match=r"ranks \[1\] have not connected"):
         wires.connect({1: ("127.0.0.1", 1)}, proof, 60.0, lambda: True)
+
+
+LONG = timedelta(seconds=600)
+
+
+class StoreWires:
+    """The links of ``rank``; packets arrive at once."""
+
+    timeout = LONG.total_seconds()
+
+    def __init__(self, rank: int, told: list[Told]) -> None:
+        self.rank, self._told = rank, told
+
+    def send_all(self, packet: Packet, peers: list[int]) -> None:
+        for peer in peers:
+            self._told[peer].take(Packet.unpack(packet.pack()))
+
+
+def stores(told: list[Told], ranks: list[int], name: str) -> list[LinkStore]:
+    wires: list[Any] = [StoreWires(rank, told) for rank in ranks]
+    return [LinkStore(each, told[each.rank], name, ranks) for each in wires]
+
+
+def test_waits_end() -> None:
+    told = [Told(), Told()]
+    one, other = stores(told, [0, 1], "the group")
+    with pytest.raises(InterlaceError, match=r"nobody has said \['key'\]"):
+        one.wait(["key"], timedelta(0))
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(one.wait, ["key"], LONG)
+        other.set("key", "value")
+        waiting.result()
+        begun = threading.Event()
+        waiting = threads.submit(lambda: (begun.set(), one.wait(["never"], LONG)))
+        begun.wait()
+        one.close()
+        with pytest.raises(InterlaceError, match="nobody has said"):
+            waiting.result()
 
 
 BEFORE = 2  # any RESULT of the first attempt is at least this

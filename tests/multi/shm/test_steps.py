@@ -156,6 +156,18 @@ def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> 
             assert torch.equal(memory, wanted), (nbytes, to, start)
 
 
+@pytest.mark.parametrize("shift", [-3, 0, 3, 500])
+def test_a_copy_may_overlap(shift: int) -> None:
+    memory = torch.arange(2000, dtype=torch.int16).view(torch.uint8)
+    wanted = memory.clone()
+    wanted[1000 + shift : 1700 + shift] = memory[1000:1700].clone()
+    base = memory.data_ptr()
+    made = listed(lambda s: s.copy((1000 + shift, 1), (1000, 1), (600, 2)))
+    made.registers[1], made.registers[2] = base, 100
+    assert made.run(0) == -1
+    assert torch.equal(memory, wanted)
+
+
 def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
     memory = torch.zeros(3, 2 * BELL // 8, dtype=torch.int64)
     addresses = [memory[place].data_ptr() for place in range(3)]
