@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -388,6 +389,27 @@ def test_wait_that_passes_its_bound() -> None:
     kind = CollectiveTimeoutError if bounded else AbortedError
     with pytest.raises(kind, match=r"all_reduce number 7 .* for ranks \[1\]"):
         place.exchange(b"", "all_reduce number 7")
+
+
+@ranks(2)
+def test_forked_child_cannot_use_the_group() -> None:
+    place = of_rank()
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            place.exchange(b"", "in the child")
+        except InterlaceError as error:
+            os.write(write_end, str(error).encode())
+        place.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write_end)
+    with os.fdopen(read_end) as stream:
+        assert "a forked child has to make its own" in stream.read()
+    place.exchange(b"", "the parent goes on")
 
 
 def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
