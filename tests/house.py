@@ -19,7 +19,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("kernels", "runtime", "python")
 BESIDE = ("tests", "benchmarks")
 MOST_FILES = 20
-MOST_PARAMETERS = 14
 # Checks of kernels without a GPU, counted apart; and tools and measurements, which are not part of the ops.
 LABORATORY = ("interlace_verify", "interlace_pytest", "runtime/compiler/lint")
 TOOLS = ("interlace/tools", "interlace/cli", "interlace/benchmark", "runtime/tuning")

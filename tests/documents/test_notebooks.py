@@ -104,36 +104,6 @@ def test_a_notebook_prints_what_it_shows(name: str, tmp_path: pathlib.Path) -> N
             assert run("".join(part["source"]), tmp_path) == text
 
 
-def test_a_page_becomes_cells(tmp_path: pathlib.Path) -> None:
-    page = """# One
-
-Save as `one.py`:
-
-```python
-print(1)
-```
-
-```bash
-python one.py
-```
-
-```text
-1
-```
-
-The end.
-"""
-    text, code, command, end = cells(page)
-    assert "".join(text["source"]) == "# One\n\nSave as `one.py`:"
-    assert "".join(code["source"]) == "%%writefile one.py\nprint(1)"
-    assert command["source"] == ["!python one.py"] and command["outputs"] == [stream("1\n")]
-    assert end["source"] == ["The end."] and end["id"] == "cell-3"
-    pages.prepared(tmp_path, "")
-    assert [run("".join(part["source"]), tmp_path) for part in (code, command)] == ["", "1\n"]
-    with pytest.raises(AssertionError, match="print"):
-        run("print(1)", tmp_path)
-
-
 if __name__ == "__main__":
     for path in NOTEBOOKS.values():
         path.write_text(notebook(path.with_suffix(".md")))

@@ -1,7 +1,4 @@
-"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher.
-
-Whatever else a test replaces goes the same way: as an argument of :func:`installed`.
-"""
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
 
 import inspect
 from collections.abc import Iterator
