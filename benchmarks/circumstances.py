@@ -24,8 +24,6 @@ def said_by(*command: str) -> str:
 
 
 def circumstances() -> dict[str, object]:
-    """Return the facts that a reader needs to judge the numbers."""
-
     def git(*arguments: str) -> str:
         return said_by("git", *arguments)
 

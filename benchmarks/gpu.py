@@ -37,7 +37,6 @@ def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
 
 
 def circumstances() -> Record:
-    """The device and all versions, beside what ``run.py`` says of every benchmark."""
     from circumstances import circumstances as of_host, said_by
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -54,7 +53,6 @@ def circumstances() -> Record:
 
 
 def line(record: Record) -> str:
-    """A record for a terminal."""
     times = ", ".join(f"{k} {v['median']:,.1f}" for k, v in record["microseconds"].items())
     derived = ", ".join(f"{k} {v:.3f}" for k, v in record["derived"].items())
     found = f"FAILED: {record['error']}" if "error" in record else f"us: {times}  {derived}"
@@ -112,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     broken = [record["case"] for record in records if "error" in record]
     if broken:
         print(f"{len(broken)} of {len(records)} cases failed: {'; '.join(broken)}")
-    wrong = [each["case"] for each in records if not each["correct"] and "error" not in each]
+    wrong = [
+        record["case"] for record in records if not record["correct"] and "error" not in record
+    ]
     if wrong:
         print(f"wrong results: {'; '.join(wrong)}")
     if options.dry_run:

@@ -52,7 +52,6 @@ class Listener:
 
 
 def checks() -> Iterator[CacheJob]:
-    """The cases of ``interlace check --device cuda``."""
     from interlace.cli.commands.check import RowsCase, cases
 
     def called(case: Any) -> None:
@@ -70,7 +69,6 @@ def checks() -> Iterator[CacheJob]:
 
 
 def matmuls() -> Iterator[CacheJob]:
-    """The parts matmul and variants of ``gpu.py``."""
     import torch
     from gpu_parts import shapes, timing
 
@@ -95,7 +93,6 @@ def matmuls() -> Iterator[CacheJob]:
 
 
 def slow_links() -> Iterator[CacheJob]:
-    """The part slow-link of ``gpu.py``."""
     import torch
     from gpu_parts import timing
     from gpu_parts.lone_rank import LoneRank
@@ -119,7 +116,6 @@ def slow_links() -> Iterator[CacheJob]:
 
 
 def small() -> Iterator[CacheJob]:
-    """The part small of ``gpu.py``; matmuls of torch's have nothing to compile."""
     import torch
     from gpu_parts import shapes
 
@@ -137,7 +133,6 @@ def small() -> Iterator[CacheJob]:
 
 
 def others() -> Iterator[CacheJob]:
-    """Launch the kernels of host_cost.py, gpu_probe.py and the part sanitizer of ``gpu.py``."""
     import gpu_probe
     import host_cost
     import torch
@@ -160,7 +155,6 @@ def others() -> Iterator[CacheJob]:
 
 
 def ops() -> Iterator[CacheJob]:
-    """The part ops of ``gpu.py``."""
     from gpu_parts.host import requests
 
     from interlace.benchmark.requests import DTYPES, OPS

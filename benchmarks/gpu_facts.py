@@ -158,11 +158,7 @@ QUESTIONS: dict[str, Callable[[Facts], object]] = {
     },
     **{
         f"a copy on this GPU while {what}": lambda facts, free=free: facts.copy(free)
-        for what, free in (
-            ("all SMs are full", 0),
-            ("all but one are", 1),
-            ("all but four are", 4),
-        )
+        for what, free in (("all SMs are full", 0), ("all but one are", 1), ("all but four are", 4))
     },
     "a word of a stream while all SMs are full": Facts.stream_word,
     "kernels of one warp at once": Facts.at_once,

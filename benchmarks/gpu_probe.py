@@ -57,7 +57,6 @@ class Probe:
         return False
 
     def beside(self, function: Callable[[], object], milliseconds: float = 300.0) -> dict[str, Any]:
-        """How long ``function`` takes on one stream while another is busy."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self.low[0]):
             _busy(milliseconds)
@@ -110,7 +109,6 @@ def poll_microseconds() -> float:
 
 
 def questions(probe: Probe) -> dict[str, Callable[[], object]]:
-    """By what is asked, what answers."""
     low, high = probe.low, probe.high
     half = torch.ones(4096, device="cuda", dtype=torch.float16)
     short = torch.ones(4096, device="cuda", dtype=torch.int16)

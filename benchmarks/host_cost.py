@@ -46,7 +46,6 @@ driver: Counter[str] = Counter()
 
 
 def launched() -> int:
-    """How many launches have come through Triton's launcher."""
     return 0
 
 

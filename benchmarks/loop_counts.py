@@ -65,17 +65,13 @@ FEW = 10  # instructions: such a loop polls an mbarrier
 
 
 def _has_no_edges(kernel: str) -> bool:
-    """Return whether a kernel has no separate loop for edges."""
     return kernel in PACKED or re.match(r"attention_\w+backward", kernel) is not None
 
 
 def counted(
     cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return every loop of ``cases``, except FEW and loops that load single elements, for edges.
-
-    ``more``: additional facts about a kernel.
-    """
+    """Return every loop of ``cases``, except FEW and loops that load single elements, for edges."""
     wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in cases]
     both = sorted(
         zip(build(wanted), wanted, strict=True), key=lambda each: list(cases).index(each[1].name)

@@ -42,7 +42,6 @@ MARK = re.compile(r"(<!-- model (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def report(name: str) -> Progress:
-    """One line on a terminal's stderr that says what is being computed; nothing elsewhere."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -59,10 +58,7 @@ def all_tables(
     most_nodes: int = tables.NODES[-1],
     only: Sequence[str] | None = None,
 ) -> tuple[list[Table], list[Compared]]:
-    """Everything for one machine, the published figures for all; or ``only`` the tables of these names.
-
-    ValueError for a name that the machine has no table of.
-    """
+    """Everything for one machine, the published figures for all; or ``only`` these tables."""
     found: list[Compared] = []
     if only is None or {"published", "summary", "outside"} & set(only):
         found = compare_all(progress)
@@ -117,7 +113,7 @@ def document(machine: ModelMachine, made: Sequence[Table]) -> str:
                 {"name": t.name, "title": t.title, "head": t.head, "rows": t.rows, "note": t.note}
                 for t in made
             ],
-            "recommended": [asdict(each) for each in chunks],
+            "recommended": [asdict(chunk) for chunk in chunks],
         },
         indent=1,
     )

@@ -1,18 +1,7 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between
-``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
-
-    backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
-    dispatch  torch_backend in a world of one
-    fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
-    hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
-    gpu       the records of gpu.py
-    loops     loop_counts.py: what a round of some loops does, before and now
-    packed    loop_counts.py --packed: what 128 numbers along k of block-scaled operands take
-    rows      rows_in_flight.py: what kernels that move rows have on their way, before and now
-    messages  messages: interlace beside gloo and OpenMPI, by op and size
-    crowds    crowds: a step beside busy loops, through gloo and through interlace
+In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between ``<!-- table KIND
+FILE -->`` and ``<!-- end -->``. This command rewrites all of them; ``KINDS`` has the kinds.
 
 ``--plots`` draws time over size for each table of the backend and of messages, and overlap for each gpu
 table, into ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
@@ -63,14 +52,13 @@ def _pivot(
 ) -> str:
     """A line per key of ``cells``, with a column for each of ``columns``, by its title."""
     rows = (
-        [*map(str, key), *(line.get(each, "") for each in columns)] for key, line in cells.items()
+        [*map(str, key), *(line.get(column, "") for column in columns)]
+        for key, line in cells.items()
     )
     return _table([*head, *columns.values()], rows)
 
 
 def backend(document: Document) -> str:
-    """One line per world size, op and size."""
-
     def rows() -> Rows:
         found = [m for m in document["measurements"] if m["op"] in BACKEND_OPS]
         found.sort(key=lambda m: (m["world_size"], BACKEND_OPS.index(m["op"]), m["shape"]["bytes"]))
@@ -146,7 +134,6 @@ def hosts(document: Document) -> str:
 
 
 def dispatch(document: Document) -> str:
-    """One line per op in a world of one."""
     names = "interlace", "gloo"
     found = [m for m in document["measurements"] if m["world_size"] == 1]
     rows = (
@@ -202,7 +189,11 @@ def loops(document: Document) -> str:
 
     def shown(loop: dict[str, Any]) -> tuple[Any, ...]:
         # counts from before fences were counted have no fences
-        numbers = [loop["registers"], *(loop.get(each, 0) for each in counts), loop["loaded_bytes"]]
+        numbers = [
+            loop["registers"],
+            *(loop.get(count, 0) for count in counts),
+            loop["loaded_bytes"],
+        ]
         return loop["kernel"], loop["arch"], loop["where"].split(" in ")[-1], *numbers
 
     def rows() -> Rows:
@@ -239,7 +230,7 @@ def packed(document: Document) -> str:
             counts = (
                 "instructions", "products", "conversions", "loads", "loaded_bytes", "barriers",
             )  # fmt: skip
-            numbers = [rounds * first[each] for each in counts]
+            numbers = [rounds * first[count] for count in counts]
             most = [max(each[of] for each in found) for of in ("registers", "spills")]
             tile = f"{' x '.join(map(str, first['tile']))}, {first['warps']} warps"
             yield [name, f"sm_{arch}", tile, *map(str, numbers), *map(str, most)]
@@ -265,7 +256,7 @@ def rows_in_flight(document: Document) -> str:
         for when, row in shown:
             numbers = ("registers", "threads", "programs", "bytes_of_thread")
             yield [
-                row["kernel"], when, f"`{row['function']}`", *(str(row[each]) for each in numbers),
+                row["kernel"], when, f"`{row['function']}`", *(str(row[number]) for number in numbers),
                 f"{row['bytes'] / 1024:.0f}", str(row["barriers"]), f"{row['barriers_per_row']:.2f}",
             ]  # fmt: skip
 
@@ -277,13 +268,13 @@ def rows_in_flight(document: Document) -> str:
 
 
 KINDS: dict[str, Callable[[Document], str]] = {
-    "backend": backend,
+    "backend": backend,  # cpu/torch_backend.py; so is "dispatch"
     "dispatch": dispatch,
     "fused": fused,
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
-    "packed": packed,
+    "packed": packed,  # loop_counts.py --packed
     "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,
@@ -305,7 +296,6 @@ def rewritten(text: str) -> str:
 
 
 def plots(page: str) -> list[Path]:
-    """One image for each table of ``page`` that has one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -374,7 +364,6 @@ def _overlaps(pyplot: Any, document: Document) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check all pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plots", action="store_true", help="draw as well; needs matplotlib")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")

@@ -50,7 +50,6 @@ def run(op: str, world_size: int, repetitions: int, sizes: list[int] | None) -> 
 
 
 def show(console: Any, measurements: list[Measurement]) -> None:
-    """A table: median microseconds, and in brackets how many times as fast as the baseline."""
     # modules may have ops of the same name, with other candidates
     for op, *names in dict.fromkeys((m.op, *m.microseconds) for m in measurements):
         rows = [m for m in measurements if [m.op, *m.microseconds] == [op, *names]]

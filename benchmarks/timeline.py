@@ -29,7 +29,6 @@ Call = tuple[str, float, float, list[Step]]  # way, begin, end, steps
 
 
 def calls_of(profile: torch.profiler.profile) -> list[Call]:
-    """Return the calls in a profile with their steps, in order."""
     results: Any = profile.profiler
     start = results.kineto_results.trace_start_ns() / 1e3
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
@@ -44,7 +43,6 @@ def calls_of(profile: torch.profiler.profile) -> list[Call]:
 
 
 def on_rank(repetitions: int, meeting: str) -> list[Call]:
-    """Call each way so many times and return what the profiler has seen."""
     rank = interlace.get_rank()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)

@@ -18,6 +18,9 @@ For everybody who knows a name: find the modules that have it, and its descripti
 has no page for the name. This is so for device functions (`interlace.kernels`), for references that tests
 compare with (`interlace.reference`), for other names of a function, and for [ops of torch's
 dispatcher](ops.md).
+
+Formats are values of arguments: `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"`, `"nvfp4"` and `"fp8_block128"`.
+[Block-scaled formats](../how-to/train/formats.md) describes them.
 """
 
 

@@ -57,10 +57,7 @@ class LackingValueError(ValueError):
 
 
 class LaunchValues:
-    """Numbers and lists by name: launch values, constants of a build, and an op's computed quantities.
-
-    A function gets them as attributes. Each is computed at its first use.
-    """
+    """Launch values, constants of a build, and an op's quantities, each computed at its first use."""
 
     def __init__(
         self, op: str, given: Mapping[str, Any], constants: Mapping[str, int] | None = None

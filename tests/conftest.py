@@ -1,7 +1,4 @@
-"""Surroundings of every test: where kernels run, one thread, and which tests this machine can do.
-
-Limits of time are in guard.py.
-"""
+"""Surroundings of every test: where kernels run, one thread, and which tests this machine can do."""
 
 import gc
 import multiprocessing

@@ -11,6 +11,7 @@ arguments in one call: pass the function's arguments by ``functools.partial``.
 
 import ast
 import builtins
+import functools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,6 +182,7 @@ def overloads(function: ast.FunctionDef) -> list[Overload]:
     return [(called(parameters, arguments), result) for result, arguments in cases]
 
 
+@functools.cache
 def source(module: str) -> ast.Module:
     """The source of a module of interlace."""
     path = ROOT / "python" / module.replace(".", "/")

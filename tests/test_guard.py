@@ -159,6 +159,7 @@ def test_one_that_hangs_or_dies_fails_alone(tmp_path: pathlib.Path) -> None:
     assert "assert 1 == 2" in done.stdout
 
 
+@thorough
 def test_one_that_hangs_ends_with_the_run(tmp_path: pathlib.Path) -> None:
     """Otherwise the process would occupy the GPU during the next step of gpu_call.sh."""
     report, told = os.pipe()

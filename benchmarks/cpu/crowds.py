@@ -34,7 +34,6 @@ _BUSY = "import os\nwhile os.getppid() == {}:\n for _ in range(10 ** 6): pass"
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Processes that keep cores busy, and end with this one if not before."""
     command = [sys.executable, "-S", "-c", _BUSY.format(os.getpid())]
     loops = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -58,7 +57,6 @@ def _rows() -> int:
 
 
 def _operands(rows: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Two factors, and room for their product."""
     return (torch.zeros(rows, MATRIX), torch.zeros(MATRIX, MATRIX)), torch.zeros(rows, MATRIX)
 
 
@@ -90,5 +88,4 @@ def _step(rows: int, nbytes: int) -> Callable[[Any], None]:
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
-    """All of one world size; nothing of a world of one."""
     return on_ranks(on_rank, world_size, repetitions) if world_size > 1 else []

@@ -58,5 +58,4 @@ def on_rank(path: str, repetitions: int) -> list[Measurement]:
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
-    """All of a world of one; nothing for other sizes."""
     return on_ranks(on_rank, 1, repetitions) if world_size == 1 else []

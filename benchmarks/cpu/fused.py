@@ -22,7 +22,6 @@ SHAPES = {
 
 
 def cases(op: str) -> Iterator[Case]:
-    """One case per shape; run on every rank."""
     place = default_group().place
     baseline = "gloo + torch.mm" if op == "all_gather_matmul" else "torch.mm + gloo"
     for m, n, k in SHAPES[op]:

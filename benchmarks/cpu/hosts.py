@@ -32,7 +32,6 @@ Op = Callable[[Any], object]
 
 
 def ops(nbytes: int, rank: int, world_size: int) -> dict[str, Op]:
-    """The ops on tensors of ``nbytes``, as functions of a group."""
     import torch
     import torch.distributed as dist
     from cpu import torch_backend
@@ -61,7 +60,6 @@ def ops(nbytes: int, rank: int, world_size: int) -> dict[str, Op]:
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
-    """All of one world size, with and without a limit on the cable; nothing for a world of one."""
     found: list[Measurement] = []
     for rate in RATES if world_size > 1 else ():
         found += in_namespaces(rate, world_size, repetitions, SIZES)
@@ -89,7 +87,6 @@ def in_namespaces(
 
 
 def main() -> int:
-    """Make the hosts in a separate process, and run the ranks; the first writes the measurements."""
     folder, rate, ranks, repetitions, sizes, *only = sys.argv[1:]
     world_size = int(ranks)
     from multi.hosts import two_networks

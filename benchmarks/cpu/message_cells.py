@@ -39,7 +39,6 @@ class Cell:
         return f"{self.name} {self.nbytes}"
 
     def peers(self, rank: int, world_size: int) -> tuple[int | None, int | None]:
-        """To whom ``rank`` sends, and from whom it receives."""
         if self.op == "ring":
             return (rank + 1) % world_size, (rank - 1) % world_size
         if self.op == "send":
@@ -47,7 +46,6 @@ class Cell:
         return rank ^ 1, rank ^ 1
 
     def repetitions(self, most: int) -> int:
-        """Fewer for large messages, of which one takes longer than a block of small ones."""
         return most if self.nbytes <= SMALL else max(1, most // (3 if self.nbytes <= MEDIUM else 5))
 
 
@@ -73,7 +71,6 @@ def _every(world_size: int, sizes: Sequence[int]) -> Iterator[Cell]:
 
 @contextlib.contextmanager
 def computing(multiply: Callable[[], object]) -> Iterator[None]:
-    """A thread that multiplies matrices meanwhile."""
     stop = threading.Event()
 
     def again_and_again() -> None:

@@ -41,7 +41,6 @@ def available_memory() -> int:
 
 
 def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Callable[[Any], None]:
-    """Return the work of one rank, as a function of a group."""
     rank = interlace.get_rank()
     to, source = cell.peers(rank, interlace.get_world_size())
 
@@ -106,7 +105,6 @@ def _measure(cell: Cell, both: Callable[[Any], Candidates], repetitions: int) ->
 def measurements(
     world_size: int, repetitions: int, sizes: Sequence[int] | None = None
 ) -> list[Measurement]:
-    """All of one world size, with OpenMPI's times where it is installed; nothing of odd ones."""
     if world_size % 2:
         return []
     what = cells(world_size, sizes or SIZES, available_memory())

@@ -53,7 +53,6 @@ def ops(nbytes: int) -> dict[str, Callable[[], object]]:
 
 
 def message(cell: Cell) -> Callable[[], object]:
-    """Return the work of one rank."""
     to, source = cell.peers(world.rank, world.size)
     x = np.full(cell.nbytes, 1, "u1")
     received = [np.full(cell.nbytes, 0, "u1") for _ in range(cell.in_flight)]
@@ -82,7 +81,6 @@ def message(cell: Cell) -> Callable[[], object]:
 
 
 def multiply() -> Callable[[], object]:
-    """Return the work of another thread meanwhile."""
     matrix, product = (np.full((MATRIX, MATRIX), 0, "f4") for _ in range(2))
     return lambda: np.matmul(matrix, matrix, out=product)
 

@@ -96,14 +96,12 @@ def gathers() -> None:
 
 
 def rate(fn: Callable[[], Any], world_size: int, workers: int, late: bool) -> float:
-    """Seconds per schedule of ``verify.schedules``."""
     report = schedules(fn, world_size, n=SCHEDULES, workers=workers, store_buffers=late)
     assert report.clean, str(report)
     return report.seconds / report.schedules
 
 
 def raced(world_size: int) -> float:
-    """Seconds per schedule of ``verify.races``."""
     begin = time.perf_counter()
     report = races(gathers, world_size, seeds=SEEDS)
     assert report.clean, str(report)
@@ -111,7 +109,6 @@ def raced(world_size: int) -> float:
 
 
 def plain(world_size: int) -> float:
-    """Seconds per schedule of ``interlace.run``."""
     begin = time.perf_counter()
     for seed in range(SEEDS):
         interlace.run(gathers, world_size, seed=seed)
@@ -119,7 +116,6 @@ def plain(world_size: int) -> float:
 
 
 def measurements(world_size: int, repetitions: int) -> list[Measurement]:
-    """Candidates alternate; the first two repetitions warm up and do not count."""
     shape: Shape = {"programs": PROGRAMS, "block": BLOCK, "dtype": "float32"}
     found = []
     for op, kernel, parts in (
@@ -142,10 +138,7 @@ def measurements(world_size: int, repetitions: int) -> list[Measurement]:
             world_size,
             {"calls": 3, "elements": 40, "dtype": "float32"},
             "interlace.run",
-            {
-                "interlace.run": partial(plain, world_size),
-                "races": partial(raced, world_size),
-            },
+            {"interlace.run": partial(plain, world_size), "races": partial(raced, world_size)},
             repetitions,
         ),
     ]

@@ -1,14 +1,12 @@
 """interlace as a torch.distributed backend, against gloo and OpenMPI: the same calls, two groups.
 
-Every op is called as a user calls it, ``dist.all_reduce(tensor, group=...)``. ``bytes`` is the size of the
-input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes, with all ranks copying at
-once, and ``streamed copy`` the same past the caches, the fastest copy that we know: no op that writes every
-byte once can take less. OpenMPI runs the same ops through mpi4py, before the others on the same machine,
-where ``mpirun`` and a Python with mpi4py are found (``MPI_PYTHON`` names it).
+``bytes`` is the size of the input tensor on each rank. ``copy_`` is one rank's plain copy of as many bytes,
+with all ranks copying at once, and ``streamed copy`` the same past the caches, the fastest copy that we
+know: no op that writes every byte once can take less. OpenMPI runs the same ops through mpi4py, before the
+others on the same machine, where ``mpirun`` and a Python with mpi4py are found.
 
-Protocol: blocks of back-to-back calls, as many as take about 20 ms, so that the ranks' different
-starts do not count. Candidates alternate block by block. A block's time per call is its slowest rank's.
-Results are medians over blocks.
+Blocks are of back-to-back calls, as many as take about 20 ms, so that the ranks' different starts do not
+count.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,10 +37,7 @@ Op = Callable[[Any], object]
 
 
 def ops(nbytes: int, world_size: int) -> dict[str, Op]:
-    """The ops on tensors of ``nbytes``, as functions of a group.
-
-    All memory is written first: what never was is one page of zeros, which stays in the cache.
-    """
+    """The ops on ``nbytes``. Memory is written first: otherwise it is one page of zeros in the cache."""
     n = nbytes // 4
     tensor, whole, part, other = (
         torch.full((size,), 0.0) for size in (n, n * world_size, n // world_size, n)
@@ -57,7 +52,6 @@ def ops(nbytes: int, world_size: int) -> dict[str, Op]:
 
 
 def _more_ops() -> dict[str, Op]:
-    """The other ops, of one element in a world of one."""
     tensor, other = torch.full((1,), 0.0), torch.full((1,), 0.0)
     return {
         "reduce": lambda group: dist.reduce(tensor, 0, group=group),
@@ -106,7 +100,6 @@ def on_rank(path: str, repetitions: int, sizes: Sequence[int]) -> list[Measureme
 def measurements(
     world_size: int, repetitions: int, sizes: Sequence[int] | None = None
 ) -> list[Measurement]:
-    """All of one world size, with OpenMPI's times where it is installed."""
     given = list(sizes or SIZES)
     anchor = openmpi(world_size, "collectives", repetitions, given) if world_size > 1 else {}
     found = on_ranks(on_rank, world_size, repetitions, given)

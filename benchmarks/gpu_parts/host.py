@@ -34,7 +34,6 @@ print(interlace.run(lambda: products(interlace.device()).sum().item(), 2, place=
 
 
 def products(device: torch.device) -> torch.Tensor:
-    """Both fused ops, small, on the calling rank."""
     torch.manual_seed(interlace.get_rank())
     x = torch.randn(128, 64, device=device, dtype=torch.bfloat16)
     w = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
@@ -132,7 +131,6 @@ ALONE: dict[str, tuple[tuple[str, ...], tuple[Sizes, Sizes]]] = {
 
 
 def requests(dry_run: bool, repetitions: int) -> Iterator[BenchRequest]:
-    """Yield the request for each op."""
     for op, (algorithms, sizes) in ALONE.items():
         shape: Any = dict(zip(OPS[op].sizes, sizes[dry_run], strict=True))
         dtype = "float32" if dry_run else "bfloat16"

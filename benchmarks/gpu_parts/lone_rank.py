@@ -117,7 +117,6 @@ class LoneRank:
         return KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **launch_options(blocks))
 
     def settle(self) -> None:
-        """Wait for all that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         else:
@@ -172,6 +171,5 @@ class LoneRank:
         )
 
     def finish(self) -> KernelLaunch:
-        """The end of an op: the epoch advances."""
         peers = {"peers": Peers(self.peers, 0, self.world_size)}
         return KernelLaunch(slots.finish_kernel, 1, peers, "finish", num_warps=1)

@@ -86,7 +86,6 @@ def timed_together(
 
 
 def virtual(dry_run: bool, repetitions: int) -> Iterator[Record]:
-    """Both fused ops against their unfused and pipelined forms."""
     shapes = ((32, 16, 32),) if dry_run else VIRTUAL_SHAPES
     where: dict[str, Any] = {"place": "sim" if dry_run else "cuda"}
     for world_size in (2,) if dry_run else (2, 4, 8):
@@ -137,7 +136,6 @@ def _compared(
     parts: Mapping[str, Callable[[], object]],
     repetitions: int,
 ) -> Record:
-    """interlace's algorithms and torch's beside the two parts of the op alone."""
     candidates: dict[str, Callable[[], Any]] = {
         name: partial(getattr(interlace, op), *operands, algorithm=name)
         for name in ("fused", "pipelined", "unfused")
@@ -267,8 +265,6 @@ _board: dict[tuple[Any, ...], Any] = {}  # values that virtual ranks show each o
 
 
 class TorchPipelined:
-    """One virtual rank's two streams."""
-
     def __init__(self) -> None:
         self._second = torch.cuda.Stream()
         self._rank, self._world_size = interlace.get_rank(), interlace.get_world_size()

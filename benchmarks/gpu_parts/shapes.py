@@ -111,7 +111,7 @@ def _alone(
         for weight, output in zip(weights, outputs, strict=True)
     ]
     launches = {
-        waits: [functools.partial(launch_now, each, stream) for each in kernels[waits]]
+        waits: [functools.partial(launch_now, kernel, stream) for kernel in kernels[waits]]
         for waits in kernels
     }
     ways: dict[str, Sequence[Callable[[], object]]] = {

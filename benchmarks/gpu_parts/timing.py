@@ -71,11 +71,7 @@ def alternating(
     *,
     graph: bool = True,
 ) -> dict[str, Time]:
-    """Time candidates in turn. Each is a list of the same call on different inputs, used round robin.
-
-    With ``graph`` the whole list is captured once and replayed, so that a launch's host cost does not
-    count; without a GPU it is called.
-    """
+    """Time candidates in turn; each is a list of the same call on different inputs."""
     on_gpu = torch.cuda.is_available()
     make = _captured if graph and on_gpu else _all_of
     runs = {name: make(calls) for name, calls in candidates.items()}
@@ -113,16 +109,15 @@ def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return graph.replay
 
 
-def inputs_past_cache(nbytes: int, device: torch.device, most: int = 8) -> int:
+def inputs_past_cache(nbytes: int, device: torch.device) -> int:
     """How many sets of inputs of ``nbytes`` do not fit in the L2 cache together, twice over."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(most, -(-2 * cache // nbytes)))
+    return max(1, min(8, -(-2 * cache // nbytes)))
 
 
 def dtype_here() -> torch.dtype:
-    """bfloat16 on a GPU, float32 in the interpreter."""
     return torch.bfloat16 if interlace.device().type == "cuda" else torch.float32
 
 

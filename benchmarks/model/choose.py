@@ -22,8 +22,6 @@ ROWS = (1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A way to send, and its predicted gain."""
-
     shape: Shape
     chunks: int
     chunk_rows: int
@@ -49,10 +47,7 @@ class Recommendation:
 def best_chunk(
     machine: ModelMachine, m: int, n: int, k: int, world_size: int = 8, nodes: int = 1
 ) -> Recommendation:
-    """For all-gather + matmul: chunks of a shard, who sends them, and in which order.
-
-    ``n`` and ``k`` are the sizes of a rank's weight, ``m`` is all rows.
-    """
+    """For all-gather + matmul: chunks of a shard, who sends them, and in which order."""
     shape = Shape("all_gather_matmul", m, n, k, world_size, nodes)
     configuration = default_configuration(shape)
     unfused = predict(machine, shape, "unfused")
@@ -89,9 +84,8 @@ def best_chunk(
     )
 
 
-def recommended(machine: ModelMachine, world_size: int = 8) -> list[Recommendation]:
-    """The table: Llama's shapes by rows."""
-    return [best_chunk(machine, m, n, k, world_size) for n, k in SHAPES for m in ROWS]
+def recommended(machine: ModelMachine) -> list[Recommendation]:
+    return [best_chunk(machine, m, n, k) for n, k in SHAPES for m in ROWS]
 
 
 def order_times(machine: ModelMachine, shape: Shape) -> dict[str, float]:

@@ -25,14 +25,7 @@ from typing import Any
 
 from model.predict import default_configuration, predict
 from model.published import KRAKEN_FIGURES, SMR_FIGURES, SMR_FITTED, TD_SCATTER, TD_SCATTER_FITTED
-from model.simulation.kernels import (
-    BYTES,
-    Shape,
-    library_us,
-    matmul_us,
-    nccl_us,
-    tiling_of,
-)
+from model.simulation.kernels import BYTES, Shape, library_us, matmul_us, nccl_us, tiling_of
 from model.simulation.machines import MACHINES, ModelMachine
 
 
@@ -169,7 +162,6 @@ class Measured:
 
 
 def measured_for(machine: ModelMachine, folder: Path = RESULTS) -> Measured | None:
-    """The latest file of ``machine``'s device; None where there is none."""
     latest: tuple[str, Path, list[Record]] | None = None
     for path in sorted(folder.glob("gpu-*.json")):
         document = json.loads(path.read_text())
@@ -181,7 +173,6 @@ def measured_for(machine: ModelMachine, folder: Path = RESULTS) -> Measured | No
 
 
 def calibrated(machine: ModelMachine, folder: Path = RESULTS) -> ModelMachine:
-    """``machine`` with what has been measured on it."""
     measured = measured_for(machine, folder)
     if measured is None:
         return machine

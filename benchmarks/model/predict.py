@@ -24,7 +24,6 @@ INTERLACE = ("fused", "fused by SMs", "pipelined", "interlace unfused")
 
 
 def default_configuration(shape: Shape) -> Configuration:
-    """``gpu_default`` of 9.0 for this shape, sending left to the copy engine."""
     rows = max(shape.rows) if shape.op != "matmul_all_reduce" else shape.m
     chosen = gpu_default(HOPPER, torch.bfloat16, rows, shape.n, shape.k)
     return replace(chosen, copiers=0)
@@ -105,10 +104,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def _process(
-    shape: Shape,
-    algorithm: str,
-    configuration: Configuration,
-    order: str | None,
+    shape: Shape, algorithm: str, configuration: Configuration, order: str | None
 ) -> Simulated:
     if algorithm in PEERS[shape.op]:
         return PEERS[shape.op][algorithm]

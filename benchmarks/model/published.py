@@ -21,8 +21,6 @@ ASYNC_TP = "pytorch PR #143160"
 
 @dataclass(frozen=True)
 class Published:
-    """One speedup over torch's unfused sequence."""
-
     source: str
     machine: str
     shape: Shape
@@ -33,8 +31,6 @@ class Published:
 
 @dataclass(frozen=True)
 class Compared:
-    """A published speedup and the model's."""
-
     published: Published
     predicted: float
     predicted_us: float
@@ -179,7 +175,6 @@ NOT_MODELLED = (
 
 
 def published() -> list[Published]:
-    """All figures that have a counterpart in the model."""
     found = []
     for n, k, m, tile, _, _, nccl, fused in SMR_FIGURES:
         free = (n, k, m) not in SMR_FITTED
@@ -215,7 +210,6 @@ def published() -> list[Published]:
 
 
 def compare(each: Published, machine: ModelMachine | None = None) -> Compared:
-    """``each`` by the model, on its machine unless another is given."""
     machine = machine or MACHINES[each.machine]
     ours = predict(machine, each.shape, each.algorithm).microseconds
     unfused = predict(machine, each.shape, "unfused").microseconds
@@ -223,7 +217,6 @@ def compare(each: Published, machine: ModelMachine | None = None) -> Compared:
 
 
 def compare_all(progress: Callable[[str], None] | None = None) -> list[Compared]:
-    """All of :func:`published`."""
     found = []
     for each in published():
         if progress is not None:

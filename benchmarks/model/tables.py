@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.overlap import SLOW_SHAPES, VIRTUAL_SHAPES
+
 from interlace.output.files import require_matplotlib
-from model.choose import (
-    ROWS,
-    SHAPES,
-    order_times,
-    recommended,
-    sensitivities,
-)
+from model.choose import ROWS, SHAPES, order_times, recommended, sensitivities
 from model.fit import FITS, compare_measured
 from model.predict import algorithms, default_configuration, predict
 from model.published import NOT_MODELLED, TOLERANCE, Compared
@@ -26,12 +22,6 @@ Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)
 GATHER_ROWS, SCATTER_ROWS = 512, 256  # per rank, for several nodes
 LATE_SUMS_UP_TO = 16  # nodes: beyond, slower still and slow to simulate
-VIRTUAL_SHAPES = (
-    (4096, 3584, 8192),
-    (8192, 3584, 8192),
-    (8192, 6656, 16384),
-)  # as gpu_parts/overlap.py
-SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,6 @@ def parameters(machine: ModelMachine) -> Table:
 
 
 def published(found: Sequence[Compared]) -> Table:
-    """Published speedups and the model's."""
     rows = []
     for each in found:
         case = each.published
@@ -97,7 +86,6 @@ def published(found: Sequence[Compared]) -> Table:
 
 
 def summary(found: Sequence[Compared]) -> Table:
-    """How many are within 15 %, by machine and op."""
     groups: dict[tuple[str, str, str], list[Compared]] = {}
     for each in found:
         shape = each.published.shape
@@ -106,14 +94,16 @@ def summary(found: Sequence[Compared]) -> Table:
         groups.setdefault((place, shape.op, rows), []).append(each)
     lines = []
     for (place, op, rows), members in groups.items():
-        errors = sorted(each.error for each in members)
-        within = sum(each.within for each in members)
+        errors = sorted(member.error for member in members)
+        within = sum(member.within for member in members)
         figures = f"{within} of {len(members)}", f"{errors[0]:+.0%} to {errors[-1]:+.0%}"
         lines.append((place, op, rows, *figures))
     total = sum(each.within for each in found)
     held = [each for each in found if each.published.held_out]
     free = sum(each.within for each in held)
-    note = f"In all {total} of {len(found)}; of the {len(held)} that are held out {free}."
+    note = (
+        f"{total} of {len(found)} are within 15 %, and {free} of the {len(held)} that are held out."
+    )
     return Table(
         "summary",
         "Published speedups that the model gives to within 15 %",
@@ -124,16 +114,15 @@ def summary(found: Sequence[Compared]) -> Table:
 
 
 def outside(found: Sequence[Compared]) -> Table:
-    """Where the model is off, and why."""
     groups: dict[tuple[str, str], list[Compared]] = {}
     for each in found:
         if not each.within:
             groups.setdefault((each.published.source, each.why), []).append(each)
     rows = []
     for (source, why), members in groups.items():
-        names = ", ".join(dict.fromkeys(each.published.algorithm for each in members))
-        ms = ", ".join(dict.fromkeys(str(each.published.shape.m) for each in members))
-        errors = ", ".join(f"{each.error:+.0%}" for each in members)
+        names = ", ".join(dict.fromkeys(member.published.algorithm for member in members))
+        ms = ", ".join(dict.fromkeys(str(member.published.shape.m) for member in members))
+        errors = ", ".join(f"{member.error:+.0%}" for member in members)
         rows.append((source, names, ms, errors, why))
     return Table("outside", "More than 15 % off", ("source", "whose", "M", "errors", "why"), rows)
 
@@ -143,7 +132,6 @@ def not_modelled() -> Table:
 
 
 def one_node(machine: ModelMachine, progress: Progress) -> Table:
-    """Both fused ops on 8 ranks, by rows."""
     rows = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         names = ["unfused", "fused", "fused by SMs", "pipelined", "symm_mem"]
@@ -169,7 +157,6 @@ def one_node(machine: ModelMachine, progress: Progress) -> Table:
 
 
 def recommendation(machine: ModelMachine, progress: Progress) -> Table:
-    """Chunks and who sends them."""
     progress(f"{machine.name}: chunks")
     rows = []
     for each in recommended(machine):
@@ -210,7 +197,6 @@ def orders_of(machine: ModelMachine, progress: Progress) -> Table:
 
 
 def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-1]) -> Table:
-    """2 to 128 nodes of 8, every rank with equally many rows."""
     rows, orders = [], ("node_order", "by holder")
     for nodes in NODES:
         if nodes > most:
@@ -246,7 +232,6 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
 
 
 def sensitivity(machine: ModelMachine, progress: Progress) -> Table:
-    """Return the effects of assumed and fitted parameters."""
     rows = []
     for shape in (
         Shape("all_gather_matmul", 8192, 3584, 8192),
@@ -400,7 +385,7 @@ def _published(axes: Any, found: Sequence[Compared]) -> None:
 def _relative(axes: Any, sizes: Sequence[int]) -> None:
     axes.axhline(1.0, color="0.4", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(each) for each in sizes])
+    axes.set_xticks(sizes, [str(size) for size in sizes])
 
 
 def _rows(axes: Any, machine: ModelMachine) -> None:

@@ -125,6 +125,7 @@ try:
         PeerDiedError,
         PlaceUnavailableError,
         RankError,
+        StoreGoneError,
     )
     from interlace.runtime.core.hooks import HookedOp
     from interlace.runtime.core.place import timeout
@@ -201,6 +202,7 @@ __all__ = [
     "RankError",
     "ReduceOp",
     "Scaled",
+    "StoreGoneError",
     "Work",
     "_all_gather_base",
     "_reduce_scatter_base",

@@ -191,7 +191,6 @@ class Bundle:
             kernel.launch({**of_launch, **values}, of_kernel, stream=stream)
 
     def _counts(self, name: str) -> bool:
-        """Return whether an argument is a whole number."""
         kinds = (p["type"] for each in self._run for p in each.parameters if p["name"] == name)
         return any(kind in _RANGES for kind in kinds)
 
@@ -355,9 +354,8 @@ class Kernel:
 def _require(name: str, value: Any, wanted: object) -> None:
     """Raise TypeError or KeyError unless ``value`` has everything in ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
-        kind = (
-            int if isinstance(wanted, range) else str
-        )  # the range would compare a str with each of its numbers
+        # the range would compare a str with each of its numbers
+        kind = int if isinstance(wanted, range) else str
         fits = type(value) is kind and value in wanted
     else:
         fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))
@@ -456,7 +454,6 @@ def _cupy() -> Any:
 
 
 def _on_stream(cupy: Any, stream: object) -> Any:
-    """Return ``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()
     if isinstance(stream, int):

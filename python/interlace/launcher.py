@@ -136,8 +136,6 @@ def check_run(
 def rank_function(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Callable[[Place], object]:
-    """Return a function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
-
     def on_rank(place: Place) -> object:
         if place.simulated and place.world_size > 1:
             sim_backward.install()

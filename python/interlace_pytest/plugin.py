@@ -86,7 +86,8 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
     marks = [m for node in item.listchain() for m in node.own_markers if m.name == "interlace"]
     if not marks:
         return None
-    from interlace_verify.race_check.check import check_races
+    from interlace import launcher
+    from interlace_verify.schedule_check.check import seed_list
 
     options = dict(DEFAULTS)
     for mark in marks:
@@ -100,7 +101,10 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
         raise TypeError(f"the mark interlace is for functions, got a {type(item).__name__}")
     if not isinstance(options["seeds"], (int, Collection)):  # several tests may share the mark
         raise TypeError(f"seeds must be a number of schedules or a list, got {options['seeds']!r}")
-    check_races(item.obj, *options.values(), names=("the body", "ranks"))
+    ranks, seeds, store_buffers, timeout = options.values()
+    names = "the body", "ranks"
+    launcher.check_run(item.obj, ranks, timeout, names, store_buffers=store_buffers)
+    seed_list(seeds)
     return options
 
 

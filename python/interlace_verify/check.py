@@ -57,9 +57,9 @@ def check(
             raise VerificationError(report)
 
     clean(races(fn, world_size, *args, seeds=seeds, timeout=timeout, **kwargs))
-    how: dict[str, Any] = {"check": check, "deterministic": deterministic, "workers": workers}
+    options: dict[str, Any] = {"check": check, "deterministic": deterministic, "workers": workers}
     for late in (False, True):
         found = schedules(
-            fn, world_size, *args, n=n, store_buffers=late, timeout=timeout, **how, **kwargs
+            fn, world_size, *args, n=n, store_buffers=late, timeout=timeout, **options, **kwargs
         )
         clean(found)

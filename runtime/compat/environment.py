@@ -1,7 +1,4 @@
-"""The environment variables that interlace reads. A typo of one raises an error, an unknown one a warning.
-
-docs/reference/environment.md has this table.
-"""
+"""The environment variables that interlace reads; docs/reference/environment.md has this table."""
 
 import difflib
 import logging
@@ -62,7 +59,6 @@ def check_environment() -> None:
 
 
 def _nearest(name: str, likeness: float) -> str:
-    """Return the variable with the nearest name, or "" if none is that near."""
     known = [each for each, text in VARIABLES.items() if not text.startswith("set by interlace")]
     words = [each.removeprefix("INTERLACE_") for each in known]
     found = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, 1, likeness)
@@ -75,10 +71,7 @@ def debugging() -> bool:
 
 
 def write_log() -> None:
-    """Make the logger ``interlace`` write to stderr, if ``INTERLACE_DEBUG`` is set.
-
-    Raises ValueError if its value is not a level.
-    """
+    """Make the logger ``interlace`` write to stderr if ``INTERLACE_DEBUG`` is set, or raise ValueError."""
     value, log = os.environ.get("INTERLACE_DEBUG", ""), logging.getLogger("interlace")
     if (level := value.lower()) not in ("", *LEVELS):
         raise ValueError(f"INTERLACE_DEBUG must be one of {', '.join(LEVELS)}, got {value!r}")

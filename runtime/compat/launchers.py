@@ -1,20 +1,9 @@
 """The environment variables by which launchers tell a process its rank: torchrun's and other launchers'.
 
-====================  ===========================  =================  ==================================
-torchrun              Open MPI                     MPICH, Intel MPI   SLURM, of a step (``srun``)
-====================  ===========================  =================  ==================================
-RANK                  OMPI_COMM_WORLD_RANK         PMI_RANK           SLURM_PROCID
-WORLD_SIZE            OMPI_COMM_WORLD_SIZE         PMI_SIZE           SLURM_STEP_NUM_TASKS
-LOCAL_RANK            OMPI_COMM_WORLD_LOCAL_RANK   MPI_LOCALRANKID    SLURM_LOCALID
-LOCAL_WORLD_SIZE      OMPI_COMM_WORLD_LOCAL_SIZE   MPI_LOCALNRANKS    WORLD_SIZE, of one node
-MASTER_ADDR           first of SLURM_JOB_NODELIST  as SLURM           first of SLURM_STEP_NODELIST
-MASTER_PORT           of PMIX_NAMESPACE            as SLURM           of SLURM_JOB_ID and SLURM_STEP_ID
-====================  ===========================  =================  ==================================
-
-The first column with a rank and a world size is used: an mpirun inside a SLURM step has its own ranks.
+docs/how-to/run/launching.md has a table. The order is torchrun, Open MPI, MPICH (also Intel MPI), SLURM.
+The first with a rank and a world size is used, because an mpirun inside a SLURM step has its own ranks.
 Ranks on one host meet at 127.0.0.1. All ranks must derive the same address. Open MPI starts its ranks on
-other hosts by a SLURM step, but those on its own host without one, so the step's variables are not used for
-them.
+other hosts by a SLURM step, but those on its own host without one, so the step's variables are not used.
 """
 
 import os
@@ -108,7 +97,6 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _on_one_host(found: Mapping[str, Said]) -> str | None:
-    """Return the variable which shows that all ranks are on one host, or None."""
     ranks = found["WORLD_SIZE"]
     here = ranks if ranks.value == "1" else found.get("LOCAL_WORLD_SIZE")
     return here.by if here is not None and here.value == ranks.value else None

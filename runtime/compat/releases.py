@@ -1,8 +1,7 @@
 """This release, the releases of Python, torch and Triton it was tried with, and warnings about others.
 
-The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it.
-If it lacks an internal that interlace needs, the import error names the internal and the releases that have
-it.
+The metadata of the package has no upper bounds; a newer release gets one warning. If it lacks an internal
+that interlace needs, the import error names the internal and the releases that have it.
 """
 
 import contextlib

@@ -17,10 +17,7 @@ on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, obje
 
 
 def as_op(function: Callable[..., object], name: str) -> Callable[..., object]:
-    """Return ``function`` with what torch reads when it defines an op during a run, or visits all used ops.
-
-    These are the overload, its name, and the names of overloads (from 2.13 on, overloads).
-    """
+    """Return ``function`` with what torch reads when it defines an op in a run, or visits all used ops."""
     attributes = {"default": function, "_qualified_op_name": name, "_op": function}
     vars(function).update(attributes, overloads=list, op_overloads=list)
     return function
@@ -35,7 +32,7 @@ _entries: list[tuple[dict[str, object], str, object]] = []
 def simulating() -> Iterator[None]:
     """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
-        for names, values in (each() for each in on_simulated_ranks):
+        for names, values in (rank() for rank in on_simulated_ranks):
             for name, value in values.items():
                 put(leaving, names, name, value)
         yield
@@ -43,8 +40,7 @@ def simulating() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installing(modules: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, make ``import`` find stand-ins by these names: parents first, "" for an empty
-    module.
+    """Within the block, ``import`` finds stand-ins by these names: parents first, "" is an empty module.
 
     "module:name" names the function ``name``, in both. An empty module and a package without a parent stand
     for a package: its modules without a stand-in are those of the real package, if there is one. They are
@@ -177,8 +173,7 @@ def _nothing_stands_in() -> Iterator[None]:
 def imported_as_it_is(package: str, then: Callable[[types.ModuleType], None]) -> Iterator[None]:
     """Within the block, modules of ``package`` see the real objects while they are imported.
 
-    So they can be imported while stand-ins are installed, and keep no reference to them. ``then`` is called
-    with each such module.
+    So they keep no reference to installed stand-ins. ``then`` is called with each such module.
     """
 
     class Finder:

@@ -9,9 +9,7 @@ of ``ProcessGroup``. The releases differ::
                have, so it would record nothing: :func:`leave_unrecorded`
     gather     2.14 has ``gather_single``, for one tensor, which dispatches an op of its own
 
-All of these releases have the names of symmetric memory. Nothing was allocated with them, because they were
-tried on machines without a GPU. NVSHMEM's functions exist only in builds for CUDA, so they are looked up
-when they are used.
+NVSHMEM's functions exist only in builds for CUDA, so they are looked up when they are used.
 """
 
 import functools
@@ -93,10 +91,7 @@ def leave_unrecorded(name: str) -> None:
 
 
 def keep_outside_compilation(group_class: type) -> None:
-    """Keep Dynamo out of a class's methods and all functions that they call.
-
-    Otherwise Dynamo would trace into the method of an opaque object and fail.
-    """
+    """Keep Dynamo out of a class's methods and their callees: it fails in a method of an opaque object."""
     for method in vars(group_class).values():
         if isinstance(method, FunctionType):
             disable(method)
@@ -129,8 +124,7 @@ def torchs_own(name: str) -> Any:
 
 
 def under_old_name(new: str) -> property:
-    """Return a property: our method under its old name, but torch's own while the group calls it
-    (``_above``).
+    """Return our method under its old name; torch's own while the group calls it (``_above``).
 
     torch looks for an override under the old name last. It would find ours when it runs its own method, and
     end its search there. Before 2.13 it knows only the old name and must find ours under it.
@@ -164,7 +158,6 @@ def register_bare_group(name: str, store: object, rank: int, world_size: int) ->
 
 
 def registered_group(name: str) -> Any:
-    """Return torch's process group of that name, or None."""
     try:
         return c10d._resolve_process_group(name)
     except RuntimeError:

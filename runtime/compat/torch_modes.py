@@ -169,8 +169,6 @@ class DispatchMode(_TorchDispatchMode):  # type: ignore[misc]
         return False  # torch's term: the mode wraps nothing
 
 
-# -- pickles ---------------------------------------------------------------------------------------
-
 _known: Any = torch.storage._dtype_to_storage_type_map
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -60,12 +60,10 @@ __all__ = [
 
 
 def bare(mask: Any) -> Any:
-    """Return the array of a mask, which may be a handle."""
     return mask if isinstance(mask, np.ndarray) else mask.data
 
 
 def unchecked_handle(data: object, dtype: object) -> Any:
-    """Return a handle of ``data``, which is known to have ``dtype``."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     return handle

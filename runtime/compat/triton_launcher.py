@@ -6,8 +6,6 @@ The releases differ::
                the kinds of single values beside it: :func:`direct`. Untried releases use ``kernel.run``
     unloading  3.8 unloads a kernel's module when the kernel is freed; a jitted function's stays, because
                its own cache keeps it
-
-This file also finds the names in the code of a kernel and of its callees, and their values.
 """
 
 import dis
@@ -53,10 +51,7 @@ PROGRAMS = 8
 
 
 class StandIn:
-    """A driver of a GPU that may be absent, for code that asks ``triton.runtime.driver.active``.
-
-    Host code, its ``utils``, and the compiler of ``tl.target_info`` ask it.
-    """
+    """A driver of a GPU that may be absent, for code that asks ``triton.runtime.driver.active``."""
 
     def __init__(self, arch: int) -> None:
         self.arch, self.utils = arch, self
@@ -272,8 +267,7 @@ def _launcher_class() -> Any:
 
 
 def named_objects(value: object, beyond: re.Pattern[str]) -> Iterator[object]:
-    """Yield constants, values, modules, classes and functions, jitted ones unchanged, each before its
-    names.
+    """Yield constants, values, modules, classes and functions, each before its names; keep jitted ones.
 
     A function or a class of a module that matches ``beyond`` is included if it is named by itself.
     """
@@ -298,8 +292,8 @@ def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[o
         yield found
         if not beyond.match(str(value.__module__)):
             names = _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
-            for each in names:
-                yield from _named(each, beyond, seen)
+            for name in names:
+                yield from _named(name, beyond, seen)
 
 
 def _of_class(value: type) -> Iterator[object]:

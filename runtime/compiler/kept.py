@@ -2,9 +2,8 @@
 
 The files are in the folder in which Triton caches the compilations of the kernel's file. A file's name is a
 digest of the request, of Triton, of this compiler package, and of the kernel: the texts and values of all
-names that its code uses. The compiling process computes the digest from what it has loaded, and the reading
-process from what it has loaded. If the two differ, as after a test has changed a constant, nothing is
-found.
+names that its code uses. Each process computes the digest from what it has loaded. So nothing is found
+after a test has changed a constant.
 """
 
 import contextlib
@@ -43,14 +42,13 @@ def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None
     parts = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
     with contextlib.suppress(OSError):  # raised for a function without a file
         parts += map(_description, named_objects(kernel, _NOT_OURS))
-        if not any(" at 0x" in each for each in parts[2:]):
+        if not any(" at 0x" in part for part in parts[2:]):
             digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
             return folder(request.path) / f"{digest}.json"
     return None
 
 
 def read(file: pathlib.Path) -> Measurement | None:
-    """Return the cached measurement, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, LookupError, ValueError, TypeError):
         values = json.loads(file.read_bytes())
         found = Measurement(**{**values, "descriptors": tuple(values["descriptors"])})
@@ -78,7 +76,6 @@ def _compiler() -> str:
 
 
 def _description(part: object) -> str:
-    """Return all that a compiler may know about ``part``."""
     text = None
     while hasattr(part, "fn"):
         text, part = getattr(part, "raw_src", None), part.fn  # the text at the time of loading

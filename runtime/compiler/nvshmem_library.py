@@ -2,9 +2,8 @@
 
 Its version must equal that of the host library that the process loads, which is torch's. Torch's wheels for
 CUDA bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, so this file looks there first. Releases up to
-3.5 have one bitcode file for all architectures. Later ones (3.7 with torch 2.15) have one file for each of
-some architectures, and the nearest older architecture's file is used. Triton 3.6 cannot read the later
-ones.
+3.5 have one bitcode file for all architectures. Later ones have one for each of some architectures, and the
+nearest older architecture's file is used.
 """
 
 import importlib.metadata

@@ -143,7 +143,6 @@ class _Server:
             yield loading, Measurement(error=ended_with(server.wait(), words))
 
     def close(self) -> None:
-        """End the server and its forks."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self.process:
@@ -164,7 +163,6 @@ class Fork:
     said: IO[bytes]
 
     def end(self) -> Measurement:
-        """Return its measurement, once it has one, or the error if it ended without."""
         data = self.answer.read()
         self.answer.close()
         _, status = os.waitpid(self.pid, 0)

@@ -164,12 +164,11 @@ def specialised_arguments(
 def _by_field(
     parameters: Mapping[str, inspect.Parameter], arguments: Iterable[str]
 ) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield every parameter in order, or its fields if fields are named."""
     by_name: dict[str, list[str]] = {}
     for argument in arguments:
         by_name.setdefault(argument.partition(".")[0], []).append(argument)
     for name, parameter in parameters.items():
-        yield from ((each, parameter) for each in dict.fromkeys(by_name.get(name, [name])))
+        yield from ((fromkey, parameter) for fromkey in dict.fromkeys(by_name.get(name, [name])))
 
 
 def _type(name: str, argument: str, kind: object) -> str:

@@ -1,8 +1,7 @@
 """The program of a compiling process, which starts without the modules that only communication needs.
 
 Compiling needs Triton and a few files of this package. ``import interlace`` also imports torch, which takes
-ten times as long. So the package is an empty module at first. It is filled when a file of kernels uses more
-of it than its folders.
+ten times as long. So the package is an empty module until a file of kernels uses more than its folders.
 """
 
 import sys

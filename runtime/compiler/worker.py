@@ -1,17 +1,13 @@
 """Compile one kernel for a GPU that may be absent, and measure the result.
 
 The processes of ``pool.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
-setting is, and turn each :class:`Compilation` into a :class:`Measurement`. With Triton's cache, which keeps
-disassemblies, too, compiling an unchanged kernel again takes milliseconds.
+setting is. With Triton's cache, which also keeps disassemblies, an unchanged kernel takes milliseconds.
 
-This file also writes the artifacts with which a kernel is launched without Triton: cubin, PTX and a
-description of the launch.
-
-A compiling process writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The last one describes this
-very compilation: Triton's signature and metadata, and the declarations of the PTX. A cubin takes the
-non-constant arguments in order, followed by what Triton's own launcher would add: pointers to scratch
-memory. Their number is counted. Anything else that a launch would have to do (clusters, profiling, tensor
-maps) is refused here, before a GPU is involved.
+For launches without Triton it writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The last one
+describes this very compilation: Triton's signature and metadata, and the declarations of the PTX. A cubin
+takes the non-constant arguments in order, followed by what Triton's own launcher would add: pointers to
+scratch memory. Their number is counted. Anything else that a launch would have to do (clusters, profiling,
+tensor maps) is refused here, before a GPU is involved.
 """
 
 import gzip
@@ -401,7 +397,6 @@ def refused_file(request: Compilation) -> Measurement | None:
 
 
 def measure_or_error(request: Compilation) -> Measurement:
-    """Return :func:`measure`'s result, or its error as a measurement."""
     try:
         return measure(request)
     except (Exception, ReenteredError) as error:

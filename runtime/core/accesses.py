@@ -29,7 +29,6 @@ Perform = Callable[..., Any]
 
 
 def threads_of(pointers: Handle) -> Lanes:
-    """Return the thread that accesses each of ``pointers``."""
     threads = getattr(pointers, "threads", None)
     if threads is None or threads.shape == pointers.data.shape:
         return None if threads is None else threads.ravel()
@@ -42,7 +41,6 @@ def origin_of(handle: Handle) -> Any:
 
 
 def with_origin(kind: Any, origin: Any) -> Any:
-    """Return a copy of the pointer type ``kind`` with this origin, or with none."""
     copied_kind = copy.copy(kind)
     copied_kind.origin = origin
     return copied_kind
@@ -89,10 +87,7 @@ class Atomic:
 
 
 class AsyncAccess(NamedTuple):
-    """An access of the async proxy: its number in a queue, from 1, and the thread that has started it.
-
-    A program can observe that all accesses of a queue up to a number have ended.
-    """
+    """An access of the async proxy: its number in a queue, from 1, and the thread that has started it."""
 
     queue: Hashable
     time: int
@@ -117,10 +112,9 @@ class Hooks(Protocol):
         """Return the origin of a number that becomes a pointer; None if unknown (``session.py``)."""
 
     def misplaced(self, address: int, align: int, count: int, does: str, memory: str) -> None:
-        """Raise an error that names ``memory`` the memory is.
+        """Raise an error about ``memory``, where ``count`` accesses are not at multiples of ``align``.
 
-        ``count`` accesses would begin at null or at an address that is not a multiple of ``align``;
-        ``address`` is the first such address.
+        ``address``, the first of them, may be null.
         """
 
     def barrier(self, threads: Lanes = None) -> None:

@@ -87,7 +87,6 @@ and the call that ranks agree on, if it is known."""
 
 
 def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
-    """Remove the first of ``waiting`` that ``fits``, and return it; None if none does."""
     found = next((each for each in waiting if fits(each)), None)
     if found is not None:
         waiting.remove(found)
@@ -216,7 +215,7 @@ def _read(message: bytes, rank: int) -> tuple[str, Terms, Any]:
         terms = found[1]
         if isinstance(terms, bool) or (
             isinstance(terms, tuple)
-            and all(isinstance(each, tuple) and len(each) == 2 for each in terms)
+            and all(isinstance(term, tuple) and len(term) == 2 for term in terms)
             and all(isinstance(name, str) for name, _ in terms)
         ):
             return found

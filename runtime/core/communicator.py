@@ -289,7 +289,6 @@ class Communicator:
         return future.result().result
 
     def _run_start(self, op: str, start: Start) -> Outcome:
-        """Return the outcome of the launch side of an op that was queued."""
         if self._out_of_step:  # because of an op that was queued before this one
             raise self._over(op)
         try:
@@ -314,10 +313,7 @@ class Communicator:
         peer: int | None = None,
         tag: int = 0,
     ) -> Work:
-        """Let the engine send or receive ``tensor``; never block, in any order of calls.
-
-        ``start`` knows ``peer`` and ``tag``; they are passed for hooks.
-        """
+        """Let the engine send or receive ``tensor``; never block, in any order of calls."""
         if self.hooks.watching:
             return self.hooks.transfer(call, start, tensor, peer, tag)  # type: ignore[no-any-return]
         if self._closed or self._out_of_step:
@@ -360,8 +356,8 @@ class Communicator:
         """
         with self.accepting():
             handle = self.hooks.register(Hook(before, after, on_abort))
-        for each in self.on_all_devices():
-            each.hooks.watch()
+        for device in self.on_all_devices():
+            device.hooks.watch()
         return handle
 
     @functools.cached_property
@@ -480,13 +476,13 @@ def requires_gradients(*tensors: Any) -> bool:
     """Return whether autograd must record a call with these tensors and lists of tensors."""
     if not torch.is_grad_enabled():
         return False
-    for each in tensors:
-        if each is None:  # the most frequent case, and faster than the next question
+    for tensor in tensors:
+        if tensor is None:  # the most frequent case, and faster than the next question
             continue
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
+        if isinstance(tensor, torch.Tensor):
+            if tensor.requires_grad:
                 return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+        elif isinstance(tensor, (list, tuple)) and requires_gradients(*tensor):
             return True
     return False
 
@@ -540,7 +536,7 @@ def record_form(
     tensors that the caller has made for the results, or None. ``called``: names of arguments whose fields
     have other names; "" for an argument that hooks do not see.
     """
-    option_names = [each.name for each in fields(arguments) if each.name not in tensors]
+    option_names = [field.name for field in fields(arguments) if field.name not in tensors]
     # from its dictionary, because attributes take longer
     tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*option_names)
     order = [*tensors, "outputs", *option_names]

@@ -65,8 +65,7 @@ class CallContext:
     def terms(self) -> tuple[Terms, Terms]:
         """The terms that ranks compare before and after an op's own terms.
 
-        They are the gradients, because a rank that alone needs one would wait for other ranks in backward,
-        and the configuration.
+        They are the configuration, and the gradients: a rank that alone needs one would wait in backward.
         """
         more = [each for each in ((NEEDED, self.needs), (BESIDE, self.beside)) if each[1]]
         return tuple(more), (("configuration", self.overrides),)

@@ -8,8 +8,7 @@ An engine has three primitives. ``exchange``: ranks give tensors, other ranks ta
 give tensors and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
 collective is a layout of the tensors that this rank gives and takes, and :class:`Sides`, which describe the
 other ranks. From these an engine chooses a method: inside the message, in one copy, in rings, by a kernel,
-in pieces. Several hosts have their own method for each large collective, because bytes cross between hosts
-only once.
+in pieces. Several hosts have methods of their own, because bytes cross between hosts only once.
 
 =====================  ============  ==============
 sides                  exchange      reduce
@@ -20,12 +19,6 @@ all to a root, alike   gather        reduce
 a root to all, alike   broadcast
 a root to all          scatter
 =====================  ============  ==============
-
-================  ===============================================================================
-``places/shm``    processes of one host: shared memory, torch operators, no Triton
-``ops``           everywhere else: copies, signals and sums on a rank's streams; within and between nodes
-``places/hosts``  processes of several hosts: the engine of ``shm`` within, TCP between
-================  ===============================================================================
 """
 
 import functools
@@ -97,8 +90,6 @@ class Engine(ABC):
         ``gives`` as in :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
         """
 
-    # -- layouts -------------------------------------------------------------------------------
-
     def all_gather(self, call: Call, outputs: Parts, input: torch.Tensor) -> Event | None:
         """Set ``outputs[r]`` to rank r's ``input``."""
         return self.exchange(call, (input,), outputs, TO_ALL)
@@ -142,7 +133,6 @@ class Engine(ABC):
         return self.reduce(call, inputs, output, op, TO_EACH)
 
     def cut(self, parts: Parts) -> Tensors:
-        """Return ``parts`` as tensors by rank."""
         if isinstance(parts, torch.Tensor):
             return parts.view(self.world_size, parts.numel() // self.world_size).unbind(0)
         return parts

@@ -47,6 +47,10 @@ class PlaceUnavailableError(InterlaceError):
     """The requested place cannot run here (no GPU, no memfd, kernels compiled the other way)."""
 
 
+class StoreGoneError(InterlaceError):
+    """The process that serves the store has ended; without a launcher this is the process of rank 0."""
+
+
 class AbortedError(InterlaceError):
     """This rank stopped because another rank failed or the group was shut down."""
 

@@ -81,8 +81,6 @@ class HookedOp:
 
 
 class Hook(NamedTuple):
-    """The functions of one registration."""
-
     before: Callable[[HookedOp], object] | None
     after: Callable[[HookedOp], object] | None
     on_abort: Callable[[Any, BaseException], object] | None
@@ -177,8 +175,6 @@ class OpHooks:
     def transfer(self, call: Call, start: object, *given: object) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
-
-    # -- an op -------------------------------------------------------------------------------------
 
     def _call(self, op: str, named: Iterable[tuple[str, object]]) -> HookedOp:
         self._count += 1
@@ -330,7 +326,6 @@ class WatchedWork(Work):
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in ``value``, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif hasattr(value, "__dlpack__"):
@@ -348,7 +343,7 @@ def _is_absent(value: object) -> bool:
 def _ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
-    >>> _listed(range(8)), _listed((0, 2)), _listed((5,))
+    >>> _ranks_in_words(range(8)), _ranks_in_words((0, 2)), _ranks_in_words((5,))
     ('0-7', '0,2', '5')
     """
     if len(ranks) > 1 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:

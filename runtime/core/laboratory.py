@@ -1,8 +1,4 @@
-"""Loads the package ``interlace_verify`` when a program first needs it.
-
-The package runs PTX, finds races and searches schedules. ``interlace`` never imports it at its start, so
-everything else works without it.
-"""
+"""Loads the package ``interlace_verify`` when a program first needs it."""
 
 import functools
 import importlib

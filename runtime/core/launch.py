@@ -1,8 +1,5 @@
 """One launch of a kernel: the kernel, its grid, its arguments and its compile options.
 
-The same :class:`KernelLaunch` is compiled by Triton on a GPU (``places/gpu/launch.py``) and interpreted, by
-``sim/scheduler/scheduler.py``, on a CPU.
-
 Kernels take ``NamedTuple``s (``kernels/arguments.py``), but compilations and launches need single values.
 This file takes tuples with names apart, and puts them together again. Here a value has a *path*,
 ``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
@@ -154,10 +151,7 @@ def kind_of(path: str, value: object) -> str:
 def specialise(
     kernel: KernelFunction, arguments: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
-    """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr".
-
-    Raises TypeError if Triton does not accept a value.
-    """
+    """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr"."""
     types: dict[str, str] = {}
     fixed: dict[str, object] = {}
     divisible = []
@@ -182,7 +176,7 @@ def checked_grid(grid: object) -> tuple[int, ...]:
     if not isinstance(grid, Iterable):
         raise TypeError(f"grid must be a tuple of 1 to 3 whole numbers, got {grid!r}")
     extents = tuple(grid)
-    whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
+    whole = all(isinstance(extent, (int, np.integer)) and extent >= 0 for extent in extents)
     if not whole or not 1 <= len(extents) <= 3:
         raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {extents}")
     return extents

@@ -172,7 +172,6 @@ class Workspace:
     def kernel_launch(
         self, kernel: object, grid: int, more: dict[str, Any], **options: Any
     ) -> KernelLaunch:
-        """Return a launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size
         standard = {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
         return KernelLaunch(kernel, grid, {**standard, **more}, self.op, **options)
@@ -318,7 +317,6 @@ class LocalMemory:
 
 
 def aligned_memory(nbytes: int) -> Array:
-    """Return zeroed memory of this process, aligned as a part has to be."""
     whole: Array = np.zeros(nbytes + DATA_ALIGNMENT, dtype=np.uint8)
     shift = -whole.ctypes.data % DATA_ALIGNMENT
     return whole[shift : shift + nbytes]

@@ -303,7 +303,6 @@ class UserKernels(PlaceRank):
         return
 
     def owns(self, memory: LocalMemory) -> bool:
-        """Return whether this rank made ``memory``, in this run."""
         return False
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
@@ -345,7 +344,6 @@ class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
     # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Send ``tensor`` to ``peer`` as ``Engine.send`` does."""
         raise self._no_messages()
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:

@@ -32,7 +32,7 @@ _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _LETTERS = {None: b"N", True: b"T", False: b"F"}
 _torch: Any = sys.modules.get("torch")  # readers of records do without it: a dtype is then its name
 _Size, _Dtype = (_torch.Size, _torch.dtype) if _torch else (tuple, str)
-_DTYPES = {str(each): each for each in vars(_torch or sys).values() if isinstance(each, _Dtype)}
+_DTYPES = {str(var): var for var in vars(_torch or sys).values() if isinstance(var, _Dtype)}
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 

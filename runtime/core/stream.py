@@ -1,13 +1,7 @@
 """Streams and events: the order in which a rank's kernels, copies and signals happen.
 
 A stream runs its items one after another; items of different streams may overlap. This is CUDA's model,
-and every place implements it:
-
-=========  ==============================================================================
-``sim``    a queue; one coroutine per stream takes items and the scheduler interleaves them
-``shm``    items run at once in the calling thread
-``cuda``   a ``torch.cuda.Stream``
-=========  ==============================================================================
+and every place implements it.
 
 An algorithm (an op's launch side) is a sequence of calls on two streams, written once for all places.
 """
@@ -46,8 +40,6 @@ class Settled(Future[T]):
 
 
 class Event(ABC):
-    """A point in a stream."""
-
     @abstractmethod
     def is_completed(self) -> bool:
         """True once everything enqueued before the point has finished. Never blocks."""

@@ -143,8 +143,7 @@ class Work(TorchWork):
         return error
 
     def result(self) -> Any:
-        """Wait, and return the op's result: the result of a functional op; the list of tensors
-        that an op in place has filled."""
+        """Wait, and return the op's result; of an op in place the list of tensors that it has filled."""
         value = self.wait()
         return self._outputs if value is True else value
 

@@ -149,9 +149,6 @@ def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
     return np.where(cut_off & even, np.nextafter(total, np.copysign(np.inf, error)), total)
 
 
-# -- products and sums ---------------------------------------------------------------------------
-
-
 def matrix_product(left: Array, right: Array) -> Array:
     """Return ``left @ right`` of floats, ``(..., M, K)`` and ``(..., K, N)``: fp64 if both are, else fp32.
 

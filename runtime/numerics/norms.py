@@ -34,7 +34,6 @@ class RowNorm(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which norms of ``dtype`` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -72,7 +71,6 @@ class NormTail:
     format: Any = None
 
     def part(self, first: int, count: int) -> "NormTail":
-        """Return the tail for ``count`` rows from ``first`` on."""
         names = "residual", "normed", "scale"
         whole = {name: getattr(self, name) for name in names}
         parts: Any = {n: None if t is None else t[first : first + count] for n, t in whole.items()}
@@ -129,5 +127,4 @@ SLOPES = {"": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Apply the activation ``name`` to ``x`` with torch; "" returns ``x``."""
     return _FUNCTIONS[name](x)

@@ -1,24 +1,13 @@
 """Elementwise reductions over ranks: one definition of every op for every dtype.
 
-============== ================================ ======================================================
-dtypes         ops                              how
-============== ================================ ======================================================
-float32, 64    sum avg product min max          in the dtype
-float16,       sum avg product min max          sum, avg and product in fp32, rounded once at the end
-bfloat16
-fp8            sum avg product min max          all in fp32, rounded once at the end as torch rounds
-complex        sum avg product                  as pairs of the real dtype; complex32 in complex64
-int, uint      all                              sum and product wrap around; avg is the sum in int64
-                                                (uint64: modulo 2**64), divided, truncated toward zero
-bool           all                              sum, max, bor: or. product, min, band, avg: and (avg is
-                                                the truncated mean). bxor: xor
-============== ================================ ======================================================
+docs/reference/collectives.md says what each op is for each dtype. Complex numbers are reduced as pairs of
+the real dtype, complex32 in complex64. The avg of integers is the sum in int64 (uint64: modulo 2**64),
+divided.
 
 The order is always from left to right, and in min and max NaN wins, as in torch. Equal ranges of equal
 parts give equal bits. The position of an element in its range may decide the sign of a zero that min or max
 finds among zeros of both signs, and the last bit of a complex product, because torch's loop over whole
-registers and its loop over the rest differ there. So ranks that each reduce the same data must cut it
-alike.
+registers and its loop over the rest differ there. So ranks that reduce the same data must cut it alike.
 
 All is computed in the usual floating-point mode: to the nearest, with denormal numbers. Ranks that each sum
 the same data get the same bits only in the same mode, and a user may set another mode on one of them
@@ -67,9 +56,6 @@ _DENORMAL, _LITTLE, _one = 2.0**-1070, 2.0**-60, 1.0
 _c: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-# -- the floating-point mode of a thread ---------------------------------------------------------
-
-
 def is_usual() -> bool:
     """Return whether the mode of this thread is the usual one.
 
@@ -99,9 +85,6 @@ class UsualMode:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             _c.fesetenv(self._before)
-
-
-# -- ways to fold ------------------------------------------------------------------------------
 
 
 def _pieces(

@@ -84,7 +84,6 @@ class TaskReport:
     details: str = ""
 
     def result(self) -> Any:
-        """Return the function's result."""
         return pickle.loads(self.value)
 
     def exception(self) -> BaseException:
@@ -107,7 +106,6 @@ def success(value: object) -> TaskReport:
 
 
 def failure(error: BaseException) -> TaskReport:
-    """Return the report of a function that raised ``error``."""
     try:
         value = pickle_tensors(error)
         pickle.loads(value)  # many exceptions can be pickled, but not loaded

@@ -53,10 +53,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _hide(error: BaseException | None) -> int:
-    """Remove frames of interlace from the traceback of ``error`` and its causes; return their number.
-
-    A fault within interlace keeps its frames: they are needed.
-    """
+    """Remove interlace's frames from the tracebacks, unless the fault is interlace's; return how many."""
     count, meant = 0, False
     for raised in _chain(error):
         kept, hidden, inside = [], 0, False

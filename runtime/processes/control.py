@@ -149,19 +149,16 @@ def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
 class CoreSpread:
     """The cores of all ranks of a group. ``words[r]`` is one int64 that only rank r writes.
 
-    If one core runs more ranks than another, a rank moves. A waiting rank keeps its core busy (politely),
-    so an operating system that counts busy threads may leave three ranks on one core and one on the other
-    for a long time. Each op then takes as long as three ranks on one core (4 ranks on 2 cores, all_reduce
-    of 16 MiB: 12.1 ms, and 8.2 ms with two ranks on each; November 2026). Only the ranks know that they
-    work in step.
+    If one core runs more ranks than another, a rank moves (docs/explanation/performance.md has times). A
+    waiting rank keeps its core busy (politely), so an operating system that counts busy threads may leave
+    three ranks on one core and one on the other for a long time. Only ranks know that they work in step.
 
     Each rank publishes now and then on which core it runs. If a move makes the distribution more even, the
     last rank on the fullest core moves to the emptiest one. A move is a nudge: the thread is bound to the
     other core and at once allowed all its cores again, so the operating system decides afterwards. A rank
     never moves to a core outside the thread's own affinity.
 
-    A published core may be out of date when another rank reads it. The only effect is one nudge too few or
-    too many.
+    If a published core is out of date when another rank reads it, there is one nudge too few or too many.
     """
 
     def __init__(self, words: Sequence[memoryview], rank: int) -> None:
@@ -227,7 +224,6 @@ HEADERS = RECORD + MESSAGES  # the messages' entries of the record
 
 
 def _area(sequence: int) -> int:
-    """Return the offset of message ``sequence`` in a segment."""
     return _AREAS + (sequence & 1) * AREA
 
 
@@ -257,7 +253,7 @@ class Control:
         # here, because it needs Triton, and `inspect` does not
         from interlace.runtime.processes.atomics import Words
 
-        self.words = [Words(each.data_address, each.array().data) for each in mappings]
+        self.words = [Words(mapping.data_address, mapping.array().data) for mapping in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
@@ -274,7 +270,6 @@ class Control:
         self.recorder = FlightRecorder(self.record(rank))
 
     def record(self, rank: int) -> memoryview:
-        """Return the memory of ``rank``'s record."""
         return self._bytes[rank][RECORD : RECORD + REGION_BYTES]
 
     @property
@@ -324,7 +319,6 @@ class Control:
         return bytes(self._bytes[peer][area : area + self._header(peer, sequence, 1)])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
-        """Return whether message ``sequence`` of ``peer`` equals ``payload``."""
         area = _area(sequence)
         return (
             self._header(peer, sequence, 1) == len(payload)
@@ -346,7 +340,6 @@ class Control:
         return self.bases[peer] + _DATA
 
     def waits(self, rank: int, now: float) -> None:
-        """Publish that this rank waits for ``rank``."""
         self.own_view[_WAITS // 8] = 1 + rank
         _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
 
@@ -385,9 +378,7 @@ class Control:
         return text.decode(errors="replace")
 
     def says_of(self, rank: int) -> tuple[int, float, str]:
-        """Return for whom ``rank`` waits and since when, as it last published it, and why it aborted the
-        group.
-        """
+        """Return for whom ``rank`` waits, since when, and why it aborted the group, as published last."""
         return said(self._bytes[rank])
 
     def post(self, key: int, card: bytes) -> None:
@@ -399,7 +390,6 @@ class Control:
         self._own.release(words, key)
 
     def posted(self, rank: int, key: int) -> bytes | None:
-        """Return the card that ``rank`` shows under ``key``, or None."""
         if self.words[rank].acquired(_MEETING // 8) != key:
             return None
         length = min(self.views[rank][_MEETING // 8 + 1], _LONGEST_CARD)
@@ -427,7 +417,6 @@ class Control:
                 words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
-        """Return the rank that aborted the group and its reason, or None."""
         word = self._own.acquired(ABORTED)
         return (word - 1, self.reason(word - 1)) if word else None
 

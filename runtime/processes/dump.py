@@ -1,14 +1,11 @@
 """Record files, written when a group fails or on SIGUSR2, for torch's ``fr_trace`` and for ``inspect``.
 
 A file is the pickle that torch's analyser reads, followed by the records of a rank in all its groups, which
-``python -m interlace inspect`` reads without unpickling. Each rank writes its own records. It also writes
-those of the ranks that it blames, which may be unable to do so, for all groups that it shares with them. No
-function here raises, and none waits, except for one second while another rank writes.
+``python -m interlace inspect`` reads without unpickling (docs/how-to/run/record.md). No function here
+raises, and none waits, except for one second while another rank writes.
 
-This file also assigns the blame for a lasting wait: which ranks are late, and where they are instead. When
-a wait fails, it notifies all ranks.
-
-A waiting rank publishes in its control segments again and again for whom it waits (``waiting.py``). So any
+This file also assigns the blame for a lasting wait: which ranks are late, and where they are instead. A
+waiting rank publishes in its control segments again and again for whom it waits (``waiting.py``). So any
 rank whose wait fails can follow the chain of waits to its last rank. In the groups in which a rank does not
 wait, it publishes where it waits.
 """
@@ -88,8 +85,7 @@ def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = 
 
 
 def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-    """Record the beginning of an op that is not a message to all ranks of ``group``. Return its number; 0
-    if there is no record."""
+    """Record the beginning of an op that is not a message to all ranks; return its number, or 0."""
     return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
 
 
@@ -160,7 +156,6 @@ def record_of(group: RecordedGroup, rank: int) -> RankRecord | None:
 
 
 def _write(records: Sequence[RankRecord], tag: str) -> str:
-    """Write a file and return its path, or "" if none was written."""
     folder = os.environ.get(VARIABLE, "")
     if folder == "off" or not records:
         return ""
@@ -327,7 +322,6 @@ class Blame:
 
     @staticmethod
     def everywhere() -> list[RecordedGroup]:
-        """Return the groups of this process that have joined."""
         return [group for group in list(_everywhere) if group.control is not None]
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
@@ -340,7 +334,6 @@ class Blame:
         return "".join(f"; rank {name} waits for {text}" for name, text in known if text)
 
     def awaited(self, rank: int) -> int | None:
-        """Return the rank for which ``rank`` waits in this group, or None."""
         control = self.group.control
         return None if control is None else control.awaited(rank, time.monotonic() - FRESH_SECONDS)
 

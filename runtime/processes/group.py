@@ -1,9 +1,7 @@
 """A group of processes on one host: messages, shared segments, waits, and the detection of ended peers.
 
-This file has all that a place needs of its host and that is independent of how kernels run: joining
-through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer has died
-(by its pidfd) or left. After a failed collective the ranks may disagree about the outcome. The group then
-refuses further collectives, and has to be aborted, closed and created again.
+After a failed collective the ranks may disagree about the outcome. The group then refuses further
+collectives, and has to be aborted, closed and created again.
 """
 
 from __future__ import annotations
@@ -279,9 +277,7 @@ class HostGroup:
             ]
 
     def begin(self, payload: bytes) -> tuple[Control, int]:
-        """Write the next message without sending it; its record entry is separate. Needs
-        ``collective_lock``.
-        """
+        """Write the next message, but not its record, without sending it. Needs ``collective_lock``."""
         control = self.control
         if self._unusable or control is None:
             self.check_usable()

@@ -75,8 +75,7 @@ def _inside(module: str | None) -> bool:
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """Return the innermost frame, from ``frame`` outwards, that is not of interlace or torch, and the
-    number of frames inside it."""
+    """Return the innermost frame outside interlace and torch, from ``frame`` outwards, and its depth."""
     depth = 0
     while frame is not None and _inside(frame.f_globals.get("__name__")):
         frame, depth = frame.f_back, depth + 1
@@ -113,7 +112,6 @@ class FlightRecorder:
         self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
 
     def about(self, identity: object) -> None:
-        """Write who the rank is."""
         text = plain.dumps(identity)
         if 8 + len(text) <= MESSAGES:
             self._bytes[8 : 8 + len(text)] = text
@@ -138,7 +136,6 @@ class FlightRecorder:
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, label)
 
     def ended(self, number: int) -> None:
-        """Record that the op of message ``number`` has ended."""
         self._words[(MESSAGES >> 3) + number % ENTRIES * ENTRY_WORDS + ENDED] = _now()
 
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
@@ -212,7 +209,6 @@ class FlightRecorder:
         _WORD.pack_into(self._bytes, LOG, self._generation)
 
     def _put(self, text: bytes) -> int:
-        """Append ``text`` to the log and return its offset."""
         if (found := self._placed.get(text)) is not None:
             return found
         at = TEXTS + self._at
@@ -222,8 +218,6 @@ class FlightRecorder:
         self._at, self._room = self._at + 2 + len(text), self._room - 2 - len(text)
         return offset
 
-
-# -- reading -----------------------------------------------------------------------------------
 
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
@@ -290,7 +284,7 @@ class RankRecord:
     def __post_init__(self) -> None:
         numbers = (self.ranks, self.pids, self.whole)
         fits = (
-            all(type(each) is tuple and {*map(type, each)} <= {int} for each in numbers)
+            all(type(number) is tuple and {*map(type, number)} <= {int} for number in numbers)
             and all(type(each) is int for each in (self.rank, self.now, self.wall))
             and type(self.group) is type(self.failed) is str
             and type(self.since) is float
@@ -307,7 +301,6 @@ class RankRecord:
 
     @property
     def name(self) -> int:
-        """Return the rank of the job."""
         return int(self.ranks[self.rank])
 
     @property
@@ -394,7 +387,6 @@ def read_file(path: str) -> list[RankRecord]:
 
 
 def read_foot(data: bytes, source: str) -> list[RankRecord]:
-    """Return the records at the end of ``data``."""
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
         raise plain.UnreadableError(f"{source} is no file of the flight recorder")

@@ -53,7 +53,13 @@ from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.atomics import compare_and_swap
 from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED
 from interlace.runtime.processes.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
-from interlace.runtime.processes.signed_store import STORE_POLL_SECONDS, glance
+from interlace.runtime.processes.signed_store import (
+    SECRET,
+    STORE_POLL_SECONDS,
+    glance,
+    show_secret,
+    shows_other_secret,
+)
 from interlace.runtime.processes.waiting import Interruption, Patience, ended_processes
 
 if TYPE_CHECKING:
@@ -190,7 +196,6 @@ class Rendezvous:
         return moved
 
     def hung_up(self, peers: Collection[int]) -> list[int]:
-        """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
         known = {peer: self._connections.get(peer) for peer in peers}
         ranks = {found.fileno(): peer for peer, found in known.items() if found is not None}
@@ -358,6 +363,17 @@ def meet(
             return unread()
         return missing() or [0]
 
+    def compare_secrets(ranks: list[int]) -> None:
+        """Raise if one of ``ranks`` has another secret, which would look like a rank that never joins."""
+        if differing := [peer for peer in ranks if shows_other_secret(store, key, peer)]:
+            time.sleep(2 * PROBE_SECONDS)  # so that the others can see it before the store ends
+            raise InterlaceError(
+                f"rank {rank}: ranks {differing} have another {SECRET} than this rank, or none: set "
+                f"the same value for all ranks of group {group!r}"
+            )
+
+    show_secret(store, key, rank)
+    compare_secrets([peer for peer in range(world_size) if peer != rank])
     # poll, because Store.wait prints a warning on stderr when it times out
     while ranks := missing() if rank == 0 else is_open():
         if (now := time.monotonic()) > deadline:
@@ -366,6 +382,7 @@ def meet(
             )
         if now > probed + PROBE_SECONDS:
             probed = now
+            compare_secrets(ranks)
             try:
                 watch(found)
             except InterlaceError as error:
@@ -382,6 +399,7 @@ def meet(
 def forget(store: Store, rank: int, key: str, nonce: str) -> None:
     """Delete this rank's keys. Every rank must have returned from :func:`meet`."""
     store.delete_key(f"{key}/{nonce}/{rank}")
+    store.delete_key(f"{key}/secret/{rank}")
     if rank == 0:
         store.delete_key(f"{key}/{nonce}/open")
 
@@ -524,10 +542,7 @@ def _card(raw: bytes) -> SocketCard:
 def reason(
     meeting: MeetingPoint | None, rank: int, pids: Mapping[int, int], error: BaseException
 ) -> BaseException:
-    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason.
-
-    ``pids`` are the peers' process ids, by rank. ``error`` may use the ranks of a larger group.
-    """
+    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason."""
     with contextlib.suppress(Exception):  # the store itself may have failed
         if meeting is not None:
             if isinstance(error, PeerDiedError):
@@ -558,15 +573,13 @@ class Roll(Protocol):
         """Count only ``members`` from now on. Raises InterlaceError if the group is closed."""
 
     def said(self, rank: int, word: int) -> int:
-        """Return the last WANTED, ATTEMPT or RESULT of ``rank``. RESULT is twice the attempt, plus 1 if the
-        rank has joined."""
+        """Return the last of these words of ``rank``; RESULT is twice the attempt, plus 1 if it joined."""
 
     def say(self, word: int, value: int) -> None:
         """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
-        """Return the ranks that ended, left or were struck off and will publish nothing more. They include
-        the caller if it was struck off."""
+        """Return the ranks that ended, left or were struck off, maybe the caller: they publish no more."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         """Strike off those of ``ranks`` whose RESULT is less than ``before``."""

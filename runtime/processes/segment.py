@@ -10,8 +10,6 @@ header page            magic, layout version, nonce, rank, world size, size; eve
                        segment checks them before first use
 =====================  ===========================================================================
 
-The first page is the header. The data starts at the second page.
-
 ``mmap.mmap`` is not used: until Python 3.13 it keeps a duplicate of the descriptor per mapping, and its
 ``close`` unmaps under a tensor that was made by ``torch.frombuffer``. A :class:`Mapping` is unmapped when
 the last array or tensor over it is gone, and not before.
@@ -75,7 +73,6 @@ class Identity(NamedTuple):
 
     @classmethod
     def unpack(cls, header: bytes) -> Identity:
-        """Parse the identity in a header, or in a message that announces it."""
         if len(header) < _HEADER.size:
             raise InterlaceError(f"{len(header)} bytes are no header of shared memory")
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
@@ -292,5 +289,4 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
         return 0, 0
 
     def array(self, number: int, rank: int) -> Array:
-        """Return another rank's array of range ``number``."""
         return self[number][2][rank - (rank > self._rank)]

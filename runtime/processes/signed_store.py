@@ -1,9 +1,8 @@
 """A store whose values only the processes of one job can write: each value has a keyed digest.
 
-Any process that reaches the port of torch's TCPStore can read and write all of it. The processes of a job
-get a *secret* from their launcher, and accept only values whose digest was made with it. A value with
-another digest counts as missing where a missing value is allowed, and is an error elsewhere. Key and value
-are digested together, so that a value cannot be moved to another key.
+docs/explanation/security.md says against whom. A value with another digest counts as missing where a
+missing value is allowed, and is an error elsewhere. Key and value are digested together, so that a value
+cannot be moved to another key.
 """
 
 import hmac
@@ -13,16 +12,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from interlace.runtime.compat.torch_groups import Store
-from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError, StoreGoneError
 
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
 DIGEST_BYTES = 32
 STORE_POLL_SECONDS = 2e-3
 _NOTHING = "nothing"  # no rank writes this value
-
-
-class StoreGoneError(InterlaceError):
-    """Raised when no process serves the store any more."""
 
 
 def job_secret() -> bytes:
@@ -40,7 +35,6 @@ def need_secret(rank: int) -> None:
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
-    """Return a digest of ``parts`` that needs ``secret`` to compute."""
     return hmac.digest(secret, b"".join(b"%d:%b" % (len(part), part) for part in parts), "sha256")
 
 
@@ -49,16 +43,16 @@ class SignedStore(Store):
 
     def __init__(self, underlying_store: Store, secret: bytes) -> None:
         super().__init__()
-        self.underlying_store, self._secret = underlying_store, secret
+        self.underlying_store, self.secret = underlying_store, secret
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self.underlying_store.set(key, digest(self._secret, key.encode(), data) + data)  # type: ignore[arg-type]
+        self.underlying_store.set(key, digest(self.secret, key.encode(), data) + data)  # type: ignore[arg-type]
 
     def valid(self, key: str, found: bytes) -> bytes | None:
         """Return the data of a value ``found`` in the underlying store, or None if it is not signed."""
         signature, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        valid = hmac.compare_digest(signature, digest(self._secret, key.encode(), data))
+        valid = hmac.compare_digest(signature, digest(self.secret, key.encode(), data))
         return data if valid else None
 
     def get(self, key: str) -> bytes:
@@ -97,10 +91,9 @@ class PolledStore(Store):
         return self.underlying_store.get(f"{self._prefix}/{key}")
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        store = self.underlying_store
-        bare = store.underlying_store if isinstance(store, SignedStore) else store
+        store = bare(self.underlying_store)
         for key in keys:
-            while not bare.check([f"{self._prefix}/{key}"]):
+            while not store.check([f"{self._prefix}/{key}"]):
                 if self._over():
                     raise InterlaceError(f"nobody waits for {key!r} any more")
                 time.sleep(STORE_POLL_SECONDS)
@@ -114,11 +107,34 @@ def glance(store: Store, key: str) -> bytes | None:
     try:
         found = store.compare_set(key, _NOTHING, _NOTHING)  # changes nothing
     except RuntimeError as error:
+        reason = str(error).partition("\n")[0]  # torch adds a C++ backtrace
         raise StoreGoneError(
-            f"the store does not answer ({error}): the process that serves it has ended, which is that of "
+            f"the store does not answer ({reason}): the process that serves it has ended, which is that of "
             "rank 0 unless a launcher serves it"
         ) from error
     return None if found == _NOTHING.encode() else found
+
+
+def show_secret(store: Store, key: str, rank: int) -> None:
+    """Store a digest below ``key`` from which other ranks see whether they have the same secret."""
+    bare(store).set(f"{key}/secret/{rank}", _secret_mark(store, key))
+
+
+def shows_other_secret(store: Store, key: str, rank: int) -> bool:
+    """Return whether ``rank`` has shown another secret, or that it has none."""
+    mark = glance(bare(store), f"{key}/secret/{rank}")
+    return mark is not None and mark != _secret_mark(store, key).encode()
+
+
+def _secret_mark(store: Store, key: str) -> str:
+    if not isinstance(store, SignedStore):
+        return "no secret"
+    return digest(store.secret, b"the secret for", key.encode()).hex()
+
+
+def bare(store: Store) -> Store:
+    """Return the store below the signatures."""
+    return store.underlying_store if isinstance(store, SignedStore) else store
 
 
 def sign(store: Store) -> Store:

@@ -77,9 +77,7 @@ class Kind(enum.Enum):
 
 
 def alone() -> bool:
-    """Return whether no other thread of this process can call an op. ``threading`` does not know all
-    threads.
-    """
+    """Return whether no other thread can call an op; ``threading`` does not know all threads."""
     everyone = {thread.ident: thread for thread in threading.enumerate()}
     others = (everyone.keys() | sys._current_frames().keys()) - {threading.get_ident()}
     return all(isinstance(everyone.get(other), Helper) for other in others)
@@ -320,7 +318,6 @@ class Patience:
             time.sleep(min(LONGEST_SLEEP, waited / 20))
 
     def due(self, now: float) -> bool:
-        """Return whether :meth:`check` is due."""
         if not self._next_check:
             self._next_check = now + CHECK_SECONDS
         return now >= self._next_check

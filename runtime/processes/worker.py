@@ -127,7 +127,6 @@ class OrderedWorker:
     def _perform(
         self, future: Future[T], function: Callable[[], T], context: contextvars.Context
     ) -> None:
-        """Run a submitted function, in the thread."""
         try:
             if self._closed:
                 raise AbortedError(f"{self._name} was closed before this op started")
@@ -178,10 +177,7 @@ def ends() -> float:
 
 
 def close_at_exit(member: Member, instead_of: Member | None = None) -> None:
-    """Close ``member`` when the process ends, before the members that were registered earlier.
-
-    ``member`` closes ``instead_of`` itself, if that is given.
-    """
+    """Close ``member`` at the process's end, before earlier members; it closes ``instead_of`` itself."""
     for number, other in list(_members.items()):
         if other is instead_of:
             del _members[number]

@@ -1,9 +1,8 @@
 """Measured times of collectives on this machine, as lines over bytes, by mesh, dimension and op.
 
-``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and the costs
-of ``interlace.tensor`` read them. There is one file per machine. ``INTERLACE_CALIBRATION`` names it, or is
-"off". The default is ``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, where XXXXXXXX is
-a digest of the machine's name. JSON::
+``python -m interlace calibrate`` writes them (docs/how-to/train/tensor.md). ``tuning.py``,
+``interlace.compile.calibrated`` and the costs of ``interlace.tensor`` read them. XXXXXXXX in the file's
+name is a digest of the machine's name. JSON::
 
     {"format": "interlace calibration", "version": 1, "device": "Intel(R) Xeon(R) Processor, 2 cores",
      "meshes": [{"backend": "interlace", "mesh": [2], "date": "2026-11-22", "torch": "2.13.0",
@@ -39,8 +38,7 @@ OWN = "interlace"  # the backend's name if the ranks need no process group of to
 @plain.record
 @dataclass(frozen=True)
 class LinkProtocol:
-    """A straight line: ``latency_us``, and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes``
-    on."""
+    """A line from ``from_bytes`` on: ``latency_us``, and bytes at ``gb_per_s`` (10**9 bytes/s)."""
 
     from_bytes: int
     latency_us: float
@@ -67,7 +65,7 @@ class Link:
 
     def us(self, size: float) -> float:
         """Return the time for ``size`` bytes, by the last protocol that begins at or below that size."""
-        fitting = [each for each in self.protocols if each.from_bytes <= size]
+        fitting = [protocol for protocol in self.protocols if protocol.from_bytes <= size]
         return (fitting or self.protocols)[-1 if fitting else 0].us(size)
 
     @property
@@ -124,11 +122,10 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
 
 
 def _check_fields(facts: dict[str, Any]) -> MeasuredMesh:
-    """Check every field. Raises TypeError, ValueError or KeyError."""
     links = []
-    for each in facts["links"]:
-        protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
-        links.append(Link(**{**each, "protocols": protocols}))
+    for fact in facts["links"]:
+        protocols = tuple(LinkProtocol(**one) for one in fact["protocols"])
+        links.append(Link(**{**fact, "protocols": protocols}))
     measured = MeasuredMesh(**{**facts, "mesh": tuple(facts["mesh"]), "links": tuple(links)})
     for name in ("backend", "date", "torch", "interlace", "processes"):
         require(name, getattr(measured, name), isinstance(getattr(measured, name), str))
@@ -171,8 +168,7 @@ def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> M
 
 
 def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
-    """Put ``measured`` into ``file``, in place of one of the same mesh and backend. Raises like
-    ``change``."""
+    """Put ``measured`` into ``file``, in place of one of its mesh and backend. Raises like ``change``."""
 
     def change(content: list[MeasuredMesh] | None) -> dict[str, object]:
         key = measured.backend, measured.mesh

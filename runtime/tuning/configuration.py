@@ -1,9 +1,5 @@
 """Block sizes and launch options: their meaning, their defaults, the user's own values, and limits.
 
-The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, from measured
-rows and the cost model. Plain collectives and offline builds use :func:`choose` and :func:`gpu_default`;
-attention uses :func:`choose_attention`.
-
 Arithmetic alone decides what a GPU can run, and it errs on the safe side: a configuration that
 :func:`why_not` passes fits, and one that it refuses might fit after all. Only the registers of the
 accumulator are counted, so a configuration that passes may still spill, which its measured time shows.
@@ -91,8 +87,7 @@ class Configuration:
     def stored_parts(self) -> int:
         """``epilogue_subtile``, or fewer if parts of a narrow tile would be smaller than a TMA store.
 
-        With ``warp_roles`` at least two, because there is room for two: one is stored while the next is
-        made.
+        With ``warp_roles`` at least two: one is stored while the next is made.
         """
         parts = max(self.epilogue_subtile, 2 if self.warp_roles else 1)
         return min(parts, max(1, self.block_n // SMALLEST_DOT))
@@ -108,7 +103,7 @@ class Configuration:
         return max(self.stored_parts, min(4, numbers // 32, self.block_n // SMALLEST_DOT))
 
 
-_KINDS = {each.name: type(each.default) for each in fields(Configuration)}
+_KINDS = {field.name: type(field.default) for field in fields(Configuration)}
 
 
 SMALLEST_DOT = 16
@@ -260,8 +255,7 @@ def choose(
     grouped: bool = False,
     fast_accum: bool = True,
 ) -> Configuration:
-    """Return the default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with
-    overrides."""
+    """Return the default for a ``rows x inner @ inner x columns`` matmul per shard, with overrides."""
     capability, extents = capability_of(place), (rows, columns, inner)
     if capability is None:
         chosen = interpreted_default(*extents)
@@ -325,9 +319,6 @@ def choose_attention(
     return with_overrides(chosen)
 
 
-# -- limits ----------------------------------------------------------------------------------------
-
-
 def shared_needed(configuration: Configuration, itemsize: int, capability: int = 90) -> int:
     """Return the bytes for the operands of all stages and for the part of a tile that is stored at once.
 
@@ -385,8 +376,7 @@ def without_effect(configuration: Configuration, capability: int) -> str:
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
-    """Yield ``default``, and variants with other tiles and warps and the largest number of stages, or
-    one less."""
+    """Yield ``default``, and variants with other tiles and warps and as many stages as fit, or one less."""
     yield default
     sizes = (64, 128, 256)
     inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)

@@ -1,14 +1,7 @@
 """Files of measurements on this machine, as JSON: found, read, and replaced under a lock.
 
-Reading never fails: a file that is damaged, or that another version wrote, is left alone, with one warning
-that names it. Writing replaces the whole file under a lock (``FILE.lock``, which stays), and keeps what
-other processes have written meanwhile. Writing over an unreadable file is an error, and the file stays.
-
-This file also defines the tuning cache, which ``interlace tune`` writes and the fused ops read: measured
-rows, by machine.
-
-``INTERLACE_TUNE_CACHE`` names the cache, or is "off"; the default is ``interlace/tune.json`` in the user's
-cache folder. JSON::
+Reading never fails, and writing keeps what other processes have written meanwhile: docs/how-to/gpu/tune.md
+says what happens to files that cannot be read. The cache of ``interlace tune`` is such a file. JSON::
 
     {"format": "interlace tuning", "version": 1, "machines": [
         {"device": "NVIDIA H100 80GB HBM3", "place": "cuda", "triton": "3.7.1", "interlace": "0.1.0",
@@ -271,7 +264,6 @@ CacheRows = dict[TunedMachine, list[CacheRow]]
 
 
 def machine(place: str, device: torch.device) -> TunedMachine:
-    """Return the machine of ``device``."""
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -288,7 +280,6 @@ def _cpu_name() -> str:
 
 
 def _parse_rows(whole: dict[str, Any]) -> CacheRows:
-    """Parse all rows, by machine."""
     found: CacheRows = {}
     for each in whole["machines"]:
         rows = [_row(row) for row in each["rows"]]
@@ -303,7 +294,6 @@ FILE = MeasuredFile("tune", "tuning cache", FORMAT, VERSION, VARIABLE, _parse_ro
 
 
 def path() -> pathlib.Path | None:
-    """Return the cache's path, or None if it is off."""
     return FILE.path(lambda: "tune.json")
 
 
@@ -357,8 +347,7 @@ def digest(rows: Sequence[CacheRow]) -> str:
 
 
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
-    """Merge ``rows`` into ``file``, in place of rows with the same key and machine. Raises like
-    ``change``."""
+    """Merge ``rows`` into ``file``; they replace rows of the same key. Raises like ``change``."""
 
     def merge(content: CacheRows | None) -> dict[str, object]:
         found = content or {}

@@ -1,23 +1,12 @@
 """The table of defaults without a measurement. To change a default, change a row; to add one, add a row.
 
-It has limits and speeds of GPUs, and five parts of plain rows. A row's last entry names its source:
-
-TILES       the tiles of a matmul, by architecture, dtype and extents. The first that fits is the default;
-            the cost model chooses among all that fit.
-SHAPES      how one op treats matmuls of about one shape on about so many ranks
-ATTENTION   how many queries and keys a program has at a time, by head size
-THRESHOLDS  the sizes from which another algorithm is chosen
-INTERPRETED tiles in the interpreter, which needs few and large ones
-
-A source begins with one of these words, which ``tests/sim/tuning/test_tuning_table.py`` checks:
-
-measured   in a file of ``benchmarks/results``, which is named
-model      predicted by ``benchmarks/predict.py``; not a measurement
-published  by another project, which is named
-assumed    a choice, with its reasons
+``docs/how-to/gpu/tune.md`` describes the parts. A row's last entry names its source. It begins with
+"measured" (in a file of ``benchmarks/results``, which is named), "model" (predicted by
+``benchmarks/predict.py``), "published" (by another project, which is named) or "assumed", which
+``tests/sim/tuning/test_tuning_table.py`` checks.
 
 Do not add rows of your own machine to this file: ``python -m interlace tune`` writes them into a cache,
-which takes precedence (``tuning.py`` has the order). ``docs/how-to/gpu/tune.md`` explains the columns.
+which takes precedence.
 """
 
 from dataclasses import dataclass
@@ -308,8 +297,7 @@ THRESHOLDS = (
     Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
 )
 
-# The smallest and the largest block. The chosen block is the power of two between them that covers the
-# extent.
+# The smallest and the largest block: the power of two between them that covers the extent is chosen.
 INTERPRETED = {"block_m": (16, 128), "block_n": (16, 128), "block_k": (16, 256), "copy_columns": (16, 1024)}
 INTERPRETED_VALUES = {"copy_rows": 64, "programs": 3}
 # fmt: on

@@ -1,33 +1,16 @@
 """The choice of algorithm and configuration for a fused op: looked up, predicted, or the default.
 
-The first source with an answer decides. ``docs/how-to/gpu/tune.md`` lists the sources in their order, and
-says what a bucket is: explicit values, an exact row, a row of a near bucket, the cost model, the default.
+``docs/how-to/gpu/tune.md`` lists the sources in their order, and says what a bucket is and how ranks agree
+if their caches differ. All ranks must choose the same: they agree on the problem before, the arithmetic is
+exact, and the table is part of the package. Calibrations are exchanged whole, and rank 0's counts.
 
-All ranks must choose the same. They agree on the problem before; the arithmetic is exact; the table is part
-of the package. Things that may differ are exchanged once per group: the chip (if ranks have several kinds,
-all use tiles that run on any) and a digest of the cache's rows for this machine. If digests differ, rank 0
-is asked once per problem, and its row counts on all ranks, with a warning. So a file that is deleted or
-written meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
+Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for, unless there is a
+row for the shape of a call. In ``sim`` it is always the kernel, because ``sim`` exists to run kernels. On
+CPUs, unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes (2 and 4
+ranks on 2 cores, float32, 2026-11-20): one large torch.mm beats one per owner.
 
-Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for. They are rows of
-``table.py``; a row for the shape of a call comes before them. In ``sim`` it is always the kernel, because
-``sim`` exists to run kernels. On GPUs, fusing loses to the plain sequence if an output has too few rows to
-overlap anything.
-
-On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
-all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on, and up to 23 % slower
-below 4 MiB. Unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes,
-because one large torch.mm beats one per owner.
-
-Plain collectives of few bytes are sent in words that carry their own flags: they wait for no signal and no
-credit, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends
-near the same size. It was not measured here.
-
-This file also predicts times. A machine has links, with figures measured by ``calibration.py`` or
-from data sheets, and a speed. A known GPU has the figures of its chip. :class:`Machine` predicts whole ops
-for the fusion pass (``interlace/compile/fusion.py``), :func:`fused_us` predicts fused ops by configuration,
-and :func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` uses the measured
-lines. These are closed forms of what ``benchmarks/predict.py`` simulates event by event::
+This file also predicts times, from links that ``calibration.py`` has measured or from data sheets. These
+are closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
     matmul  = max(waves of tiles * time of a tile + chunks of a program * cost of a chunk,
                   bytes read / memory bandwidth)
@@ -65,8 +48,6 @@ MOST_CHOICES = 1024
 MIXED = 0  # not a chip's capability: tiles that run on any
 SMALLEST_PIPELINED_SHARD_US = table.threshold("smallest_pipelined_shard_us")
 
-
-# -- times -----------------------------------------------------------------------------------------
 
 LARGE_TILE = 128 * 256
 HOST_US = 150.0  # assumed: a call without a plan
@@ -236,17 +217,13 @@ def fastest(
     candidates: Iterable[Configuration],
     predicted: Callable[[Chip, Problem, Configuration], float] = fused_us,
 ) -> tuple[Configuration, float]:
-    """Return the candidate that is predicted fastest, if it gains ``WORTH_IT``, else ``default``; and its
-    gain."""
+    """Return the fastest by prediction, ``default`` unless it gains ``WORTH_IT``; and the gain."""
     times = {each: predicted(chip, problem, each) for each in (default, *candidates)}
     chosen = min(times, key=lambda each: times[each])
     base, least = times[default], times[chosen]
     if not least or base < least * WORTH_IT:
         return default, 1.0
     return chosen, base / least
-
-
-# -- buckets ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -277,7 +254,7 @@ def bucket_of(problem: Problem) -> Bucket:
     (8, 1024, 4096, 8192)
     """
     extents = (problem.world_size, problem.rows, problem.columns, problem.inner)
-    world, rows, columns, inner = (1 << power(each) for each in extents)
+    world, rows, columns, inner = (1 << power(extent) for extent in extents)
     return world, rows, columns, inner
 
 
@@ -288,10 +265,7 @@ def distance(a: Bucket, b: Bucket) -> int:
 
 
 def dtype_name(problem: Problem) -> str:
-    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``.
-
-    For packed rows it is the name of their format.
-    """
+    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``."""
     if problem.format:
         return problem.format
     name = str(problem.dtype).removeprefix("torch.")
@@ -302,8 +276,6 @@ def dtype_name(problem: Problem) -> str:
 def extents_of(problem: Problem) -> str:
     return problem.extents or configuration.extents_class(problem.columns, problem.inner)
 
-
-# -- rows ------------------------------------------------------------------------------------------
 
 AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
@@ -324,8 +296,7 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
 def nearest_cached(
     rows: Sequence[files.CacheRow], problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
-    """Return the nearest row of a cache. An op with a norm and without a row uses the row of the op
-    without."""
+    """Return the nearest row of a cache. An op with a norm uses rows of the op without, if it has none."""
     kind = dtype_name(problem), extents_of(problem)
     for op in dict.fromkeys((problem.op, problem.product)):
         same_kind = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
@@ -340,9 +311,6 @@ def table_rows(capability: int, problem: Problem) -> list[table.Shape]:
     kind = (problem.product, capability, dtype)
     rows = table.SHAPES if extents_of(problem) == "even" else ()
     return [row for row in rows if (row.op, row.arch, row.dtype) == kind]
-
-
-# -- without a group -------------------------------------------------------------------------------
 
 
 def default(capability: int | None, problem: Problem) -> Configuration:
@@ -391,7 +359,7 @@ def decide(
         candidate = replace(base, **row_of_table.values)
         if capability and chip:  # the row is for a bucket; the last wave depends on the very shape
             tiles = [
-                replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
+                replace(tile, **row_of_table.values) for tile in _tiles(capability, problem, base)
             ]
             candidate, _ = fastest(chip, problem, candidate, tiles, matmul_us)
         near.append((_steps_in_words(steps), Choice(candidate, row_of_table.algorithm, source)))
@@ -458,13 +426,10 @@ def gather_problem(
     format: str = "",
 ) -> Problem:
     """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
-    kinds = {configuration.extents_class(each, inner) for each in columns}
+    kinds = {configuration.extents_class(column, inner) for column in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)
     return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents, format)
-
-
-# -- of a group ------------------------------------------------------------------------------------
 
 
 def own_gather(place: Place) -> GatherTime | None:
@@ -521,10 +486,7 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the cache for an op that is not a matmul: the fastest algorithm, and its kernel's values.
-
-    Both are empty if there is no row.
-    """
+    """The fastest algorithm for an op other than a matmul, and its kernel's values; empty without a row."""
 
     algorithm: str = ""
     values: Overrides = ()
@@ -540,10 +502,7 @@ UNMEASURED = Measured()
 def measured_choice(
     communicator: Communicator, problem: Problem, algorithm: str = "auto"
 ) -> Measured:
-    """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise.
-
-    The simulator always runs kernels, even if another algorithm is faster.
-    """
+    """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise."""
     agreed = _agreement_of(communicator, problem)
     key = ("measured", problem, algorithm)
     found = agreed.chosen.get(key)
@@ -568,7 +527,6 @@ def _agreement_of(communicator: Communicator, problem: Problem) -> _Agreed:
 def _find_row(
     communicator: Communicator, agreed: _Agreed, problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
-    """Return the nearest row, the same on all ranks."""
     found = nearest_cached(agreed.rows, problem)
     if agreed.asks:
         found = _exchange_parts(communicator, problem.op, found)[0]
@@ -576,8 +534,7 @@ def _find_row(
 
 
 def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
-    """Choose for ``problem`` by ``algorithm``, alike on every rank. Collective at the first call of a
-    kind."""
+    """Choose for ``problem``, alike on all ranks. Collective at the first call of a kind."""
     agreed = _agreement_of(communicator, problem)
     explicit = current().overrides
     key = (problem, algorithm, explicit)
@@ -602,8 +559,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
 
 
 def _exchange_parts(communicator: Communicator, op: str, part: object) -> list[Any]:
-    """Return every rank's ``part``. Raises if a rank refuses the op. It is exchanged once, outside any
-    plan."""
+    """Return every rank's ``part``, outside any plan. Raises if a rank refuses the op."""
     place = communicator.place
     call = Call(op, part=part)
     return communicator.parts(call, lambda call: place.exchange(call.message, call.op))
@@ -646,8 +602,7 @@ LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
-    """Return "fused" or "unfused" for fp8. Chips from 8.9 on have fp8; no kernel sends scales between
-    nodes."""
+    """Return "fused" or "unfused" for fp8, which chips have from 8.9 on. No scales go between nodes."""
     if empty or not place.all_mapped:
         return "unfused"
     if place.simulated:

@@ -224,3 +224,41 @@ def spilling_kernel(input_ptr, output_ptr, BLOCK: tl.constexpr):
 def refused_kernel(data_ptr):
     """No such name."""
     tl.store(data_ptr, undefined_name)  # noqa: F821  # faulty: does not compile
+
+
+@triton.jit
+def window_kernel(window_ptr, signals_ptr, output_ptr, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
+    """Law 3: of no sources the wait is left out, though the code has it."""
+    tl.inline_asm_elementwise(  # faulty: weakened by ptxas
+        """
+        {
+            .reg .pred %go;
+            mov.u32 $0, 0;
+            setp.ge.s32 %go, 0, $2;
+            @%go bra over;
+        again:
+            ld.acquire.sys.global.u32 $0, [$1];
+            setp.eq.u32 %go, $0, 0;
+            @%go bra again;
+        over:
+            bar.sync 0;
+        }
+        """,
+        "=&r,l,r",
+        [signals_ptr, SOURCES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    offsets = tl.arange(0, BLOCK)
+    tl.store(output_ptr + offsets, tl.load(window_ptr + offsets))
+
+
+@triton.jit
+def scaled_kernel(a_ptr, b_ptr, scales_ptr, output_ptr, N: tl.constexpr):
+    """Chips of 9.0 have no matrix instruction for numbers of fp8 with a scale for every 32 of them."""
+    rows, columns = tl.arange(0, N)[:, None] * N, tl.arange(0, N)[None, :]
+    a, b = tl.load(a_ptr + rows + columns), tl.load(b_ptr + rows + columns)
+    scales = tl.load(scales_ptr + rows // 32 + tl.arange(0, N // 32)[None, :])
+    c = tl.dot_scaled(a, scales, "e4m3", b, scales, "e4m3")  # faulty: no tensor cores
+    tl.store(output_ptr + rows + columns, c)

@@ -9,7 +9,6 @@ from interlace.kernels import node_puts as nvshmem
 
 @triton.jit
 def every_function_kernel(address_ptr, nbytes, pe, LINKED: tl.constexpr):
-    """Call every function, only to link them."""
     if LINKED:
         nvshmem.put_signal_nbi_block(
             address_ptr, address_ptr, nbytes, address_ptr, 1, nvshmem.SIGNAL_SET, pe
@@ -22,7 +21,6 @@ def every_function_kernel(address_ptr, nbytes, pe, LINKED: tl.constexpr):
 
 @core.extern
 def nvshmem_no_such_function(address, _semantic=None):
-    """Stand for a function that no library has."""
     kinds = (core.dtype("int64"),)
     value = _semantic.cast(_semantic.to_tensor(address), kinds[0])
     return core.extern_elementwise(
@@ -37,6 +35,5 @@ def nvshmem_no_such_function(address, _semantic=None):
 
 @triton.jit
 def missing_function_kernel(address_ptr, LINKED: tl.constexpr):
-    """This kernel must not compile, with a library or without."""
     if LINKED:
         tl.store(address_ptr, nvshmem_no_such_function(address_ptr))

@@ -6,8 +6,6 @@ import pytest
 
 from cases.builds import compiled
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.tuning.configuration import Configuration
-from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.catalogue import entries
 from tiers import thorough
 
@@ -71,10 +69,3 @@ def test_the_switch_sends_and_sums(ptx: dict[str, str]) -> None:
         sends = text.count("multimem.st.relaxed.sys.global.v4.f32")
         assert sends == (0 if "scatter" in name else per_thread), name
         assert re.search(r"atom\.\S*release\S*exch", text), name
-
-
-def test_no_kernel_by_the_switch_before_9_0() -> None:
-    names = [entry.name for entry in entries(80)]
-    assert not [name for name in names if "multimem" in name]
-    assert not list(catalogue.by_the_switch(80, "bf16", Configuration()))
-    assert [name for name in names if name.startswith("low_latency")]

@@ -12,7 +12,6 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -55,13 +54,11 @@ MISSING = Entry(
 DRIVER = {"vprintf", "__assertfail"}  # every CUDA driver resolves these when it loads a module
 
 
-def library(
-    arch: int, find: Callable[[int], list[Entry]] = linked_entries, served: bool = SERVED
-) -> Any:
+def library(arch: int) -> Any:
     try:
-        return find(arch)[0].libraries
+        return linked_entries(arch)[0].libraries
     except PlaceUnavailableError as error:
-        if os.environ.get(WITHOUT) == "1" or not served:
+        if os.environ.get(WITHOUT) == "1" or not SERVED:
             pytest.skip(f"NOTHING IS LINKED: {error}")
         pytest.fail(f"{error}\nThe test extra brings it; {WITHOUT}=1 skips what needs it.")
 
@@ -84,19 +81,6 @@ def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
         assert set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.MULTILINE)) <= DRIVER
         assert not re.search(r"^\.extern \.(global|const)", ptx, re.MULTILINE)
         assert re.search(r"^\.visible \.(const|global) .*\bnvshmemi_device_state_d\[", ptx, re.M)
-
-
-def test_a_missing_library_is_no_reason_to_skip() -> None:
-    def missing(arch: int) -> list[Entry]:
-        raise PlaceUnavailableError("no device library")
-
-    with mock.patch.dict(os.environ):
-        os.environ.pop(WITHOUT, None)
-        with pytest.raises(pytest.fail.Exception, match=f"no device library\n.*{WITHOUT}=1 skips"):
-            library(90, missing, True)
-        os.environ[WITHOUT] = "1"
-        with pytest.raises(pytest.skip.Exception):
-            library(90, missing, True)
 
 
 @thorough
@@ -129,7 +113,6 @@ def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Pat
     ("kernels", "arch"), few([("move_", 90), *(("", arch) for arch in ARCHES)], ("move_", 90))
 )
 def test_kernels_without_a_library_are_clean(kernels: str, arch: int) -> None:
-    """These are the same kernels with stores in place of puts."""
     entries = [entry for entry in between_nodes(arch) if entry.kernel.startswith(kernels)]
     assert entries
     for report in build(entries):
@@ -158,7 +141,6 @@ def test_a_file_for_all_or_one_for_each(tmp_path: pathlib.Path) -> None:
 
 
 def looked_for_in(folder: str) -> Any:
-    """By the variable that torch reads."""
     return mock.patch.dict(os.environ, {"NVSHMEM_LIB_DIR": folder})
 
 

@@ -82,7 +82,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]
 
 
 def stage_bytes(entry: Entry) -> int:
-    """Return the bytes of both operands in one stage of the pipeline."""
     block_m, block_n, block_k = (int(entry.fixed[f"BLOCK_{axis}"]) for axis in "MNK")
     itemsize = 1 if "fp8" in entry.types["input.ptr"] else 2
     return (block_m + block_n) * block_k * itemsize

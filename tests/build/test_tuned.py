@@ -101,7 +101,6 @@ def instructions(ptx: str) -> list[str]:
 
 
 def with_and_without() -> dict[str, tuple[Entry, Entry]]:
-    """By architecture, operands and flag."""
     found = {}
     for arch, (name, operands) in itertools.product((80, 90, 100), OPERANDS.items()):
         chosen = operands.configuration(arch)
@@ -124,18 +123,6 @@ def test_every_flag_changes_the_code(tmp_path: pathlib.Path) -> None:
     texts = [instructions(ptx) for ptx in made]
     same = [name for name, a, b in zip(pairs, texts[::2], texts[1::2], strict=True) if a == b]
     assert not same
-
-
-@thorough
-def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
-    tmp_path: pathlib.Path,
-) -> None:
-    """So it is refused there. If Triton begins to use it, this test fails."""
-    plain = MatmulVariant(weight="nk", overrides={"flatten": False})
-    special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
-    entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]
-    _, (one, other) = compiled(entries, tmp_path)
-    assert instructions(one) == instructions(other)
 
 
 @pytest.mark.parametrize(

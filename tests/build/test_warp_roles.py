@@ -63,7 +63,6 @@ def mutant(op: str, folder: pathlib.Path, pattern: str, text: str) -> Entry:
 
 
 def waits_before(ptx: str, how: str) -> bool:
-    """Return whether a wait comes before some move of this kind by TMA."""
     program = PtxModule(ptx)
     code = program.instructions
     waits = program.where(lambda one: {"acquire", "sys", "ld"} <= one.parts)

@@ -1,8 +1,4 @@
-"""The ranks' side of the API's tests, with plain torch and Python numbers as the reference.
-
-Processes import this module. Every function runs on a rank and raises AssertionError there. Payloads are a
-function of rank and call, so every rank knows the payloads of the others.
-"""
+"""The ranks' side of the API's tests, with plain torch and Python numbers as the reference."""
 
 import math
 from collections.abc import Callable

@@ -13,15 +13,13 @@ def in_blocks(x: Tensor, name: str, across: int) -> tuple[Tensor, Tensor]:
     """Values and their scales, each of the shape of ``x``, for blocks of 32 or of ``across`` x 128."""
     block = 32 if name == "mxfp8" else 128
     rows, columns = x.shape
-    scales = torch.empty_like(x)
-    for top in range(0, rows, across):
-        for left in range(0, columns, block):
-            tile = slice(top, top + across), slice(left, left + block)
-            scale = x[tile].abs().max() / torch.tensor(448.0)
-            if name == "mxfp8":
-                fraction, exponent = torch.frexp(scale)
-                scale = torch.tensor(2.0) ** (exponent - 1 if fraction == 0.5 else exponent)
-            scales[tile] = scale
+    padded = torch.nn.functional.pad(x, (0, -columns % block, 0, -rows % across))
+    tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, across))
+    scale = tiles.abs().amax((1, 3), keepdim=True) / 448.0
+    if name == "mxfp8":
+        fraction, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    scales = scale.expand_as(tiles).flatten(2, 3).flatten(0, 1)[:rows, :columns]
     return (x / scales).to(torch.float8_e4m3fn).double(), scales
 
 

@@ -1,7 +1,4 @@
-"""The bundles that tests build, and what the host launches of each op, on tensors without memory.
-
-Bundles are of every op, three architectures, and options that change the manifest.
-"""
+"""The bundles that tests build, and what the host launches of each op, on tensors without memory."""
 
 import json
 import pathlib

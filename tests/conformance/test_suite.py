@@ -1,8 +1,4 @@
-"""A few of torch's own tests; ``run_suite.py`` runs all of them, in minutes.
-
-The choice has a test of every kind that interlace once failed: coalesced and sparse reductions, timeouts,
-monitored barriers, any-source receives, object collectives, DDP with its C++ reducer and logger.
-"""
+"""A few of torch's own tests; ``run_suite.py`` runs all of them, in minutes."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Find sentences that are hard to read, and names that say nothing, in pages and in the source.
-
-``KINDS`` has a regular expression for each kind of hard sentence. ``texts`` reads all files.
-"""
+"""Find sentences that are hard to read, and names that say nothing, in pages and in the source."""
 
 import ast
 import functools
@@ -126,14 +123,14 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield line, comment[1]
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+def docstrings(tree: ast.Module, nodes: list[ast.AST]) -> Iterator[tuple[str, int, str]]:
     """Find the docstrings of a file, with the part that each belongs to."""
     listed = pathlib.Path(__file__).with_name("public_names.txt").read_text().split()
     names = {name.rpartition(".")[2] for name in listed}
     public = [node for node in tree.body if getattr(node, "name", "") in names]
     methods = [child for node in public if isinstance(node, ast.ClassDef) for child in node.body]
     public += [method for method in methods if getattr(method, "name", "_")[0] != "_"]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             part = "public docstrings" if node in public else "internal docstrings"
             if "CommandOptions" in map(ast.unparse, getattr(node, "bases", ())):
@@ -157,9 +154,9 @@ def strings(node: ast.AST, part: str = "messages") -> Iterator[tuple[str, int, s
             yield from strings(child, part)
 
 
-def names(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+def names(nodes: list[ast.AST]) -> Iterator[tuple[int, str, tuple[str, ...]]]:
     """Find the names that a file defines: pronouns are faults, and participles as names of functions."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             word = node.name.strip("_")
             participle = re.fullmatch("[a-z]+ed", word) or word in PARTICIPLES.split()
@@ -174,8 +171,9 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
 def source_texts(file: str, source: str) -> Iterator[Text]:
     """Return the sentences of a Python file, and the names that it defines."""
     tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
     tests = "" if file.startswith(SOURCE) else "tests"
-    for part, line, docstring in docstrings(tree):
+    for part, line, docstring in docstrings(tree, nodes):
         for at, paragraph in paragraphs(docstring, line):
             yield from sentences(tests or part, file, at, paragraph)
     for line, comment in comments(source):
@@ -183,18 +181,27 @@ def source_texts(file: str, source: str) -> Iterator[Text]:
     for part, line, text in [] if tests else strings(tree):
         if text.count("\n") < 3 and len(re.findall("[A-Za-z]{2,}", text)) > 3:
             yield from sentences(part, file, line, text)
-    for line, name, kinds in names(tree):
+    for line, name, kinds in names(nodes):
         yield Text("names of tests" if tests else "names", file, line, name, kinds)
 
 
 @functools.cache
-def texts() -> list[Text]:
-    """Read all pages and Python files."""
+def texts_of_pages() -> list[Text]:
     pages = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
     pages += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
-    found = [text for page in pages for text in page_texts(page, (ROOT / page).read_text())]
-    for folder in (*SOURCE, *TESTS):
+    return [text for page in pages for text in page_texts(page, (ROOT / page).read_text())]
+
+
+@functools.cache
+def texts_of_files(folders: tuple[str, ...]) -> list[Text]:
+    found = list[Text]()
+    for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = str(path.relative_to(ROOT))
             found += [] if file.startswith(LINKS) else source_texts(file, path.read_text())
     return found
+
+
+def texts() -> list[Text]:
+    """Read all pages and Python files."""
+    return [*texts_of_pages(), *texts_of_files(SOURCE), *texts_of_files(TESTS)]

@@ -18,6 +18,11 @@ import pages
 from tiers import few
 
 NOTEBOOKS = {path.stem: path for path in sorted((pages.ROOT / "docs").rglob("*.ipynb"))}
+BEGIN = """This notebook is the page [{name}.md]({name}.md). Start it in a copy of the repository:
+
+- `pip install . jupyterlab`
+- `jupyter lab {folder}/{name}.ipynb`
+"""
 PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -60,10 +65,16 @@ def stream(text: str) -> dict[str, Any]:
     return {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
 
 
-def notebook(document: str) -> str:
+def notebook(page: pathlib.Path) -> str:
     """Return the notebook of a page, as a file has it."""
     metadata = {"kernelspec": PYTHON, "language_info": {"name": "python"}}
-    whole = {"cells": cells(document), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    name, folder = page.stem, page.parent.relative_to(pages.ROOT)
+    document = page.read_text().replace(f"; [a notebook]({name}.ipynb) has both as cells.", ".")
+    assert f"{name}.ipynb" not in document, "the notebook would lead to itself"
+    title, _, rest = document.partition("\n")
+    begin = BEGIN.format(name=name, folder=folder)
+    whole = {"cells": cells(f"{title}\n\n{begin}\n{rest}"), "metadata": metadata}
+    whole |= {"nbformat": 4, "nbformat_minor": 5}
     return json.dumps(whole, indent=1) + "\n"
 
 
@@ -80,7 +91,7 @@ def run(code: str, folder: pathlib.Path) -> str:
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_the_one_of_its_page(name: str) -> None:
     path = NOTEBOOKS[name]
-    expected = notebook(path.with_suffix(".md").read_text())
+    expected = notebook(path.with_suffix(".md"))
     assert path.read_text() == expected, f"python {__file__} writes it"
 
 
@@ -93,36 +104,6 @@ def test_a_notebook_prints_what_it_shows(name: str, tmp_path: pathlib.Path) -> N
             assert run("".join(part["source"]), tmp_path) == text
 
 
-def test_a_page_becomes_cells(tmp_path: pathlib.Path) -> None:
-    page = """# One
-
-Save as `one.py`:
-
-```python
-print(1)
-```
-
-```bash
-python one.py
-```
-
-```text
-1
-```
-
-The end.
-"""
-    text, code, command, end = cells(page)
-    assert "".join(text["source"]) == "# One\n\nSave as `one.py`:"
-    assert "".join(code["source"]) == "%%writefile one.py\nprint(1)"
-    assert command["source"] == ["!python one.py"] and command["outputs"] == [stream("1\n")]
-    assert end["source"] == ["The end."] and end["id"] == "cell-3"
-    pages.prepared(tmp_path, "")
-    assert [run("".join(part["source"]), tmp_path) for part in (code, command)] == ["", "1\n"]
-    with pytest.raises(AssertionError, match="print"):
-        run("print(1)", tmp_path)
-
-
 if __name__ == "__main__":
     for path in NOTEBOOKS.values():
-        path.write_text(notebook(path.with_suffix(".md").read_text()))
+        path.write_text(notebook(path.with_suffix(".md")))

@@ -165,16 +165,6 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
     assert len(there) == len(set(there))
 
 
-def test_tests_that_pages_name_exist() -> None:
-    found = 0
-    for page in pages.pages():
-        for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
-            assert (ROOT / path).exists(), f"{page.name}: {path}"
-            assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{page.name}: {test}"
-            found += bool(test)
-    assert found > 20
-
-
 def test_links_of_the_pages_at_the_root_lead_somewhere() -> None:
     """Those of docs/ are looked at by the build. Pages that are part of the site, too, lead to no file."""
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):

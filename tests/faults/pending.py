@@ -1,7 +1,4 @@
-"""Ops and messages that are pending when something else happens.
-
-That is: no memory, a signal, the end of a group, of its last reference, or of the process.
-"""
+"""Ops and messages that are pending when something else happens."""
 
 import os
 import random

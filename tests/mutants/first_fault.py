@@ -8,7 +8,7 @@ from typing import Any
 
 from interlace import launcher
 from interlace.runtime.places.sim.scheduler.scheduler import interpret
-from interlace_verify.race_check.check import _observe
+from interlace_verify.race_check.check import observed_run
 from interlace_verify.race_check.happens_before import Detector
 
 
@@ -30,7 +30,7 @@ def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) ->
     on_rank = launcher.rank_function(fn, (), {})
     for seed in seeds:
         detector = Stopping(seed)
-        error = _observe(on_rank, world_size, seed, detector, interpret, False, 300.0)
+        error = observed_run(on_rank, world_size, interpret, False, 300.0, seed, detector)
         for finding in detector.found.values():
             return str(finding)
         if error is not None:

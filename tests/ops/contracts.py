@@ -29,8 +29,7 @@ DTYPES = {
 }
 CONTRACTS = (
     "values", "asynchronous", "out", "out_dtype", "empty_on_all", "empty_on_one", "layouts",
-    "poisoned", "subgroups", "misuse_on_one", "misuse_on_all", "gradients", "gradients_complex",
-    "compiled", "local_tensor",
+    "poisoned", "subgroups", "misuse", "gradients", "gradients_complex", "compiled", "local_tensor",
 )  # fmt: skip
 Tensor = torch.Tensor
 Bounded = reference.Bounded
@@ -186,6 +185,8 @@ def is_plain(op: Op) -> bool:
 
 LENGTHS = {"length", "input_split_sizes", "splits", "input_splits", "topk_idx", "query", "key"}
 """An op with one of these arguments knows that ranks may have parts of other lengths."""
+FORMAT_KINDS = ("fp8_block128", "mxfp8", "nvfp4")
+"""A format of each kind: with scales in fp32, with powers of two, and with two numbers in a byte."""
 SCALED = [name for name in BY_NAME if "scaled_matmul" in name]
 TWO_WAYS = (
     "distributed_decode",
@@ -207,14 +208,8 @@ REASONS = (
     Reason("gradients", lambda op: "format" in op.kinds, "what is rounded has no differences"),
     Reason("gradients_complex", lambda op: op.gradient is None, "it has none"),
     Reason("gradients_complex", lambda op: not is_plain(op), "it refuses complex numbers"),
-    Reason("misuse_on_one", lambda op: op.name == "rank", "it takes any tensor, and reads none"),
-    Reason("misuse_on_all", lambda op: op.name == "rank", "it takes any tensor, and reads none"),
-    Reason(
-        "misuse_on_one", lambda op: op.name in BACKWARDS, "its forward has checked what it gets"
-    ),
-    Reason(
-        "misuse_on_all", lambda op: op.name in BACKWARDS, "its forward has checked what it gets"
-    ),
+    Reason("misuse", lambda op: op.name == "rank", "it takes any tensor, and reads none"),
+    Reason("misuse", lambda op: op.name in BACKWARDS, "its forward has checked what it gets"),
 )
 
 

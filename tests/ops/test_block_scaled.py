@@ -1,6 +1,7 @@
 """Fused ops on block-scaled operands: right in every place, and equal bit by bit between algorithms."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -15,15 +16,20 @@ from interlace.groups.specs import describe
 from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, OPERAND_FORMATS, Scaled, quantize
 from interlace.runtime.places.hosts.place import HostsPlace
+from ops.contracts import FORMAT_KINDS as KINDS
+from ops.test_scales_apart import (
+    functional_gather,
+    functional_scatter,
+    fused_gather,
+    fused_scatter,
+)
 from ranks import ranks
 from tiers import few
 
 ROWS = (5, 2, 0, 3, 1)  # in each rank's shard
 INNER, COLUMNS = 160, 18
 DIVIDED = 20  # rows that all numbers of ranks here divide
-ODD_SHAPES = ((0, 2, 2), (2, 1, 1), (34, 1, 3), (130, 3, 1))
-"""k, rows and columns; k = 1 too where a number has a byte."""
-ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
+ALGORITHMS = ("fused", "pipelined", "unfused")
 BETWEEN_HOSTS = ALGORITHMS[2:]
 ERROR = 2.0**-20  # for sums in fp32, relative to the sum of sizes
 
@@ -90,8 +96,8 @@ def reduces(name: str) -> None:
 def odd_shapes(name: str) -> None:
     """Test one row, one column, and a k that is not a multiple of a block; also a rank without rows."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    shapes = ODD_SHAPES if OPERAND_FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
-    for inner, rows, columns in shapes:
+    least = OPERAND_FORMATS[name].packed
+    for inner, rows, columns in ((0, 2, 2), (least, 1, 1), (34, 1, 3), (130, 3, 1)):
         shards = [made(name, rows if r != 1 else 0, r, inner=inner) for r in range(size)]
         weight = made(name, columns, 9, weight=True, inner=inner).t()
         every = [
@@ -157,25 +163,27 @@ def experts(name: str) -> None:
     assert gathered.shape == alone.shape
 
 
-OFTEN = (odd_shapes, 3), (gathers, 4), (reduces, 2)
-RARELY = (odd_shapes, 1), (gathers, 1), (gathers, 2), (reduces, 1), (reduces, 4)
+OFTEN = (
+    *((odd_shapes, 3, name) for name in (*KINDS, "mxfp8 x mxfp8_e5m2")),
+    (gathers, 3, "fp8_block128"),
+    (reduces, 2, "nvfp4"),
+)
+EVERY = itertools.product((odd_shapes, gathers, reduces), (1, 2, 3), OPERAND_FORMATS)
 
 
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
-@pytest.mark.parametrize(("check", "world_size"), few([*OFTEN, *RARELY], *OFTEN))
+@pytest.mark.parametrize(("check", "world_size", "name"), few(EVERY, *OFTEN))
 @ranks(place="sim")
 def test_in_sim(check: Any, world_size: int, name: str) -> None:
     check(name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("world_size", few([2, 4], 2))
-@ranks(place="sim")
-def test_experts_in_sim(world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", few(FORMATS, "nvfp4"))
+@ranks(2, place="sim")
+def test_experts_in_sim(name: str) -> None:
     experts(name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "fp8_block128", "nvfp4"))
 @ranks(2, place="sim")
 def test_by_pointers(name: str) -> None:
     """Run as on a GPU without descriptors, or with values that cannot use them."""
@@ -188,41 +196,38 @@ def test_by_pointers(name: str) -> None:
 def every_op(names: tuple[str, ...]) -> None:
     for name in names:
         odd_shapes(name)
-        gathers(name)
-        reduces(name)
         experts(name)
         refusals(name)
 
 
 def test_in_processes() -> None:
-    interlace.run(every_op, 2, tuple(FORMATS), place="shm")
+    interlace.run(every_op, 2, KINDS, place="shm")
 
 
-def compiled_code(name: str, **configuration: int) -> None:
-    """Run compiled PTX; also with one column, and a k of 34."""
+def compiled_code(name: str, inner: int, columns: int, **configuration: int) -> None:
+    """Run compiled PTX with this k and number of columns."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    for inner, columns in ((INNER, COLUMNS), (34, 1)):
-        shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
-        weight = made(name, columns, 9, weight=True, inner=inner).t()
-        parts = zip(*(product(s, weight) for s in shards), strict=True)
-        right, bound = (torch.cat(each) for each in parts)
-        sums, sum_bound = product(shards[0], weight)
-        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2, **configuration):
-            how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
-            found = interlace.all_gather_matmul(shards[rank], weight, **how)
-            reduced: Any = interlace.matmul_reduce_scatter(shards[0], weight, **how)
-        assert torch.all((found - right).abs() <= bound)
-        assert torch.all((reduced - size * sums[rank]).abs() <= size * sum_bound[rank])
+    shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
+    weight = made(name, columns, 9, weight=True, inner=inner).t()
+    parts = zip(*(product(s, weight) for s in shards), strict=True)
+    right, bound = (torch.cat(each) for each in parts)
+    sums, sum_bound = product(shards[0], weight)
+    with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2, **configuration):
+        how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
+        found = interlace.all_gather_matmul(shards[rank], weight, **how)
+        reduced: Any = interlace.matmul_reduce_scatter(shards[0], weight, **how)
+    assert torch.all((found - right).abs() <= bound)
+    assert torch.all((reduced - size * sums[rank]).abs() <= size * sum_bound[rank])
 
 
 @pytest.mark.parametrize("name", few(tuple(OPERAND_FORMATS), "mxfp4"))
 def test_as_ptx(name: str) -> None:
     """On sm_90 fp8 and bf16 factors use wgmma."""
-    interlace.run(compiled_code, 2, name, place="ptx", arch=90, timeout=600)
+    interlace.run(compiled_code, 2, name, INNER, COLUMNS, place="ptx", arch=90, timeout=600)
 
 
 def few_at_a_time(name: str) -> None:
-    compiled_code(name, block_k=16)
+    compiled_code(name, 34, 1, block_k=16)
 
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
@@ -231,22 +236,15 @@ def test_tiles_of_few_numbers_along_k_as_ptx(name: str) -> None:
     interlace.run(few_at_a_time, 2, name, place="ptx", arch=80, timeout=600)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("world_size", [1, 2])
-@ranks(place="sim")
-def test_functional_forms(name: str, world_size: int) -> None:
+@pytest.mark.parametrize("name", few(FORMATS, "nvfp4"))
+@ranks(2, place="sim")
+def test_functional_forms(name: str) -> None:
     rank = interlace.get_rank()
     weight = made(name, COLUMNS, 9, weight=True).t()
     x = torch.randn(4, INNER, generator=torch.Generator().manual_seed(rank))
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        made: Any = functional.all_gather_matmul(quantize(x, name), weight)  # type: ignore[arg-type]
-        return functional.wait(made)
-
+    gathered: Any = functional.all_gather_matmul(quantize(x, name), weight)  # type: ignore[arg-type]
     eager = interlace.all_gather_matmul(quantize(x, name), weight)  # type: ignore[arg-type]
-    assert torch.equal(gathered(x), eager)
-    if world_size == 1:  # simulated ranks cannot all trace at once
-        assert torch.equal(torch.compile(gathered, backend="aot_eager", fullgraph=True)(x), eager)
+    assert torch.equal(functional.wait(gathered), eager)
     bias = torch.arange(COLUMNS).bfloat16()
     given: Any = made(name, 4, rank), [weight, weight]
     eager_ones: Any = interlace.all_gather_matmul(*given, bias=[None, bias])
@@ -299,7 +297,7 @@ def test_wrong_operands_are_refused_on_all_ranks(
 
 def gathers_of_torch(x: Any) -> Any:
     scales = formats.swizzled(x.scales)
-    return gather_of_torch(x.values, scales, x.t().values, scales)
+    return fused_gather(x.values, x.t().values, (scales, scales))
 
 
 def dispatches(x: Any) -> Any:
@@ -332,29 +330,7 @@ def test_ranks_compare_k_and_format(form: Any) -> None:
             form(x)
 
 
-def gather_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    none, group = [None], describe(None, "")[0]
-    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-        values, [weight], scales, [of_weight], 0, group, none, none, none, [False]
-    )
-
-
-def reduction_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    about = 0, 0, describe(None, "")[0], [values.shape[0], weight.shape[1]]
-    factors = values, weight, scales, of_weight
-    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(*factors, "sum", *about)
-
-
-def gather_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    return functional.wait(functional.all_gather_scaled_matmul(values, weight, scales, of_weight))  # type: ignore[arg-type]
-
-
-def reduction_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
-    factors = values, weight, scales, of_weight
-    return functional.wait(functional.scaled_matmul_reduce_scatter(*factors))
-
-
-OF_TENSORS = (gather_in_graph, reduction_in_graph, gather_of_torch, reduction_of_torch)
+OF_TENSORS = (functional_gather, functional_scatter, fused_gather, fused_scatter)
 
 
 def filled_with(scales: torch.Tensor, number: float) -> torch.Tensor:
@@ -440,7 +416,8 @@ def refusals(name: str) -> None:
         for form in forms:
             for first in (0, size - 1):
                 with pytest.raises((ValueError, TypeError), match=words):
-                    form(*(tensors if rank >= first else fine))
+                    values, scales, weight, of_weight = tensors if rank >= first else fine
+                    form(values, weight, (scales, of_weight))
     eager = interlace.all_gather_matmul, interlace.matmul_reduce_scatter
     lazy = functional.all_gather_matmul, functional.matmul_all_reduce
     for words, operands in wrong_operands(name):
@@ -452,7 +429,7 @@ def refusals(name: str) -> None:
     assert interlace.all_gather_matmul(left, right.t()).shape == (DIVIDED * size, COLUMNS)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_wrong_scales_are_refused_on_all_ranks(name: str) -> None:
     interlace.run(refusals, 2, name)
 
@@ -500,7 +477,7 @@ def test_what_takes_no_scaled_says_what_to_pass() -> None:
         interlace.experts.multiply(received, torch.ones(1, INNER, 2))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_tensors_that_stand_for_others(name: str) -> None:
     def call() -> None:
         def operands() -> Any:
@@ -519,7 +496,7 @@ def test_tensors_that_stand_for_others(name: str) -> None:
     interlace.run(call, 2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 @ranks(2, place="sim")
 def test_what_ops_return_is_packed(name: str) -> None:
     rank = interlace.get_rank()
@@ -537,7 +514,7 @@ def test_what_ops_return_is_packed(name: str) -> None:
         assert torch.all((again - 2 * right).abs() <= 2 * bound)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 @ranks(2, place="sim")
 def test_a_dispatch_into_places(name: str) -> None:
     """Places without a row have zeros, and the grouped matmul takes all places."""
@@ -585,7 +562,7 @@ def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
         gather(X if interlace.get_rank() else X.values, W.values, *scales)
 
 
-@pytest.mark.parametrize("name", OPERAND_FORMATS)
+@pytest.mark.parametrize("name", [*KINDS, "mxfp8 x mxfp8_e5m2"])
 @ranks(2, place="sim")
 def test_tensors_as_torch_has_them(name: str) -> None:
     """Pass values and scales separately, like ``torch.nn.functional.scaled_mm``; also swizzled."""
@@ -633,7 +610,7 @@ def test_a_dispatch_does_not_quantize_again() -> None:
         interlace.experts.dispatch(turned, chosen, None, 2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 @ranks(2, place="sim")
 def test_a_packed_weight_is_copied_no_more(name: str) -> None:
     x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()

@@ -80,7 +80,7 @@ def dispatches(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", [exchanges, dispatches])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "nvfp4"))
 def test_as_the_eager_ones(form: Any, name: str) -> None:
     interlace.run(form, 2, name)
 

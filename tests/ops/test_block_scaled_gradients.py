@@ -1,5 +1,6 @@
 """Gradients of matmuls in a block-scaled format, against their definition in plain torch, bit by bit."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,15 +114,22 @@ def scatters(name: str, algorithm: str) -> None:
             close(w.grad.T, products[rank].T, of_product, name)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    few(
+        itertools.product(PLAIN, ("fused", "pipelined", "unfused")),
+        ("fp8_block128", "unfused"),
+        ("mxfp8", "fused"),
+    ),
+)
 def test_products_are_as_defined(name: str, algorithm: str) -> None:
     interlace.run(gathers, 3, name, 0, algorithm)
     interlace.run(scatters, 2, name, algorithm)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ranks", few((1, 2, 4), 2))
+@pytest.mark.parametrize(
+    ("name", "ranks"), few(itertools.product(FORMATS, (1, 2, 4)), ("nvfp4", 2))
+)
 def test_gradients_are_within_the_bound_of_the_format(name: str, ranks: int) -> None:
     interlace.run(gathers, ranks, name, 1, "auto")
     interlace.run(scatters, ranks, name, "auto")
@@ -224,7 +232,7 @@ def test_an_activation_and_a_norm_have_gradients(scatters: bool) -> None:
     interlace.run(tails, 2, interlace, scatters, {"activation": "relu"})
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "nvfp4"))
 @ranks(2, place="sim")
 def test_without_a_gradient_it_is_the_op_of_scaled_operands(name: str) -> None:
     x, w = noise(interlace.get_rank(), 4, INNER), noise(9, COLUMNS[0], INNER)

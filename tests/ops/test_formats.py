@@ -194,7 +194,7 @@ def test_whole_is_one_number_or_one_for_each_row(shape: tuple[int, ...]) -> None
             Scaled(made.values, made.scales, "nvfp4", torch.ones(wrong))
 
 
-WHOLES = (1e-40, 1e-38, 1e-21, 1.0, 1e20, 1e38, 3e38)
+WHOLES = (1e-40, 1e-21, 1e20, 3e38)
 
 
 @pytest.mark.parametrize("left_whole", WHOLES)

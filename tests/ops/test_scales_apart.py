@@ -54,8 +54,7 @@ def test_scales_by_block_on_one_rank_and_by_row_on_another(form: Callable[..., A
     assert form(x, w, by_block)[0, 0] == 256 * (1 + (form is functional_scatter))
 
 
-@pytest.mark.parametrize("inner", [128, 100])
-@pytest.mark.parametrize("columns", [300, 128])
+@pytest.mark.parametrize(("inner", "columns"), [(100, 300), (128, 128)])
 @ranks(2, place="sim")
 def test_a_block_that_is_a_whole_row(inner: int, columns: int) -> None:
     rank = interlace.get_rank()
@@ -75,8 +74,9 @@ def test_a_block_that_is_a_whole_row(inner: int, columns: int) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["fp8_block128", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("rows", [80, 128, 130])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("fp8_block128", 80), ("mxfp8", 128), ("mxfp8", 130), ("nvfp4", 80)]
+)
 @ranks(2, place="sim")
 def test_scales_of_all_ranks(name: Any, rows: int) -> None:
     """torch calls this "row-wise-replicated": each rank has the scales of the whole input."""

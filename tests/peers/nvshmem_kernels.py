@@ -9,7 +9,6 @@ import triton.language as tl
 from torch.distributed._symmetric_memory._nvshmem_triton import requires_nvshmem
 
 ELEMENTS = 48
-EQUAL, SET = 0, 9  # NVSHMEM_CMP_EQ, NVSHMEM_SIGNAL_SET
 
 
 @requires_nvshmem

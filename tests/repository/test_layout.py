@@ -1,7 +1,4 @@
-"""The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``.
-
-Each check is a function over a graph or over text, and has a negative control.
-"""
+"""The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``."""
 
 import ast
 import functools
@@ -15,6 +12,7 @@ from collections.abc import Collection, Iterable
 import pytest
 
 import house
+import pages
 from tiers import thorough
 
 FILES = house.sources()
@@ -222,32 +220,28 @@ assert main.run(["verify", "all"]) == 2
 
 
 @pytest.fixture
-def hidden(tmp_path: pathlib.Path) -> dict[str, str]:
-    """Return the environment of processes that cannot import the package."""
+def hidden(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a folder from which programs cannot import the package."""
     there = tmp_path / "interlace_verify/__init__.py"
     there.parent.mkdir()
     there.write_text("raise ModuleNotFoundError('not installed', name=__name__)\n")
-    path = os.pathsep.join(map(str, (tmp_path, ROOT / "python", ROOT / "tests", ROOT)))
-    return {**os.environ, "PYTHONPATH": path}
+    return tmp_path
 
 
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_it_is_missed_only_by_what_needs_it(hidden: dict[str, str], tmp_path: pathlib.Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = run(hidden, str(program))
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if SAID in line]
-    assert [line.split()[0] for line in said] == ["module", "place", "kernel"], done.stdout
-    assert SAID in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+def test_it_is_missed_only_by_what_needs_it(hidden: pathlib.Path) -> None:
+    (hidden / "program.py").write_text(PROGRAM)
+    printed = pages.run_python(["program.py"], hidden)
+    said = [line for line in printed.splitlines() if SAID in line]
+    assert [line.split()[0] for line in said] == ["module", "place", "kernel"], printed
+    errors = (hidden / ".errors").read_text()
+    assert SAID in " ".join(errors.split()) and "Traceback" not in errors
 
 
 @thorough
 @pytest.mark.parametrize("folder", ["ops"])
-def test_what_needs_it_not_passes_without(hidden: dict[str, str], folder: str) -> None:
-    done = run(hidden, "-m", "pytest", "-q", "--tb=short", f"tests/{folder}")
+def test_what_needs_it_not_passes_without(hidden: pathlib.Path, folder: str) -> None:
+    path = os.pathsep.join(map(str, (hidden, ROOT / "python", ROOT / "tests", ROOT)))
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"tests/{folder}"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -1,7 +1,4 @@
-"""The package table matches the folders, imports go down the floors, and files keep their form.
-
-Each check of source text is a function over text, and has a negative control: text it must flag.
-"""
+"""The package table matches the folders, imports go down the floors, and files keep their form."""
 
 import ast
 import pathlib

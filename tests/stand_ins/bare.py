@@ -1,7 +1,4 @@
-"""Python as on a machine for GPUs, where little is installed: the rest is hidden from this project.
-
-Imports by installed packages themselves are not hidden.
-"""
+"""Python as on a machine for GPUs, where little is installed: the rest is hidden from this project."""
 
 import builtins
 import importlib.metadata

@@ -1,7 +1,4 @@
-"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher.
-
-Whatever else a test replaces goes the same way: as an argument of :func:`installed`.
-"""
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
 
 import inspect
 from collections.abc import Iterator
@@ -107,7 +104,7 @@ def _of(gpu: FakeGpu) -> list[Replacement]:
         "current_stream": lambda device: gpu.current,
         "capture_of": capture_number,
         "leave_captures_alone": lambda: None,
-        "pinned": lambda words: torch.tensor(words, dtype=torch.int64),
+        "pinned_tensor": lambda words: torch.tensor(words, dtype=torch.int64),
     }
     return [
         *[(torch.cuda, name, value) for name, value in of_torch.items()],

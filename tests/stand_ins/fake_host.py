@@ -129,8 +129,8 @@ class ThreadPlace(DeviceProcessPlace):
         table = torch.tensor([part.data_ptr() for part in parts])
         return SymmetricBuffer(self.rank, nbytes, table, parts)
 
-    def _watched(self) -> Watchdog:
-        watchdog = super()._watched()
+    def _start_watchdog(self) -> Watchdog:
+        watchdog = super()._start_watchdog()
         watchdog.look_after = lambda: None  # type: ignore[method-assign]
         return watchdog
 
@@ -149,7 +149,7 @@ def own_plans() -> Plans:
 
 def look() -> None:
     place = own_place()
-    place._watched().look(place)
+    place._start_watchdog().look(place)
 
 
 def run(

@@ -87,10 +87,7 @@ class Simulation:
         signal.waiting.clear()
 
     def run(self) -> float:
-        """Until nothing is left to happen; the time of the last event.
-
-        Raises :class:`Deadlock` naming the processes that still wait.
-        """
+        """Return the time of the last event. Raises :class:`Deadlock` naming processes that wait."""
         while True:
             while self._ready:
                 self._ready.popleft()()
@@ -119,8 +116,6 @@ class Simulation:
 
 
 class Link:
-    """One direction of a wire, or of the path through one memory."""
-
     def __init__(self, name: str, gbs: float) -> None:
         self.name = name
         self.rate = gbs * 1e3
@@ -186,7 +181,6 @@ class Cores:
         self.most_at_once = 0
 
     def acquire(self) -> Signal:
-        """An SM, in the order of asking."""
         granted = Signal()
         if self._free:
             self._take(granted)
@@ -272,8 +266,6 @@ Distance = tuple[int, int]
 
 @dataclass
 class Gpu:
-    """One GPU: its SMs, its memory, its side of the node's links, its network card."""
-
     cores: Cores
     memory: Link
     sends: Link
@@ -349,17 +341,16 @@ class Cluster:
         )
 
     def flag(self, source: int, receiver: int, key: Hashable) -> Signal:
-        """Return the flag that ``source`` publishes to ``receiver`` under ``key``."""
         at = receiver if self.everyone else 0
         name = (at, self.distance(source, receiver), key)
         if name not in self._flags:
             self._flags[name] = Signal()
         return self._flags[name]
 
-    def publish(self, source: int, receiver: int, key: Hashable, *, after: float = 0.0) -> None:
-        """Set the flag when the peer sees it, ``after`` more microseconds."""
-        machine, simulation = self.machine, self.simulation
-        delay = after + (machine.signal_us if source != receiver else 0.0)
+    def publish(self, source: int, receiver: int, key: Hashable) -> None:
+        """Set the flag when the peer sees it."""
+        simulation = self.simulation
+        delay = self.machine.signal_us if source != receiver else 0.0
         flag = self.flag(source, receiver, key)
         simulation.at(simulation.now + delay, lambda: simulation.set(flag))
 
@@ -377,7 +368,6 @@ class Cluster:
         )
 
     def put(self, source: int, receiver: int, nbytes: float) -> Process:
-        """Bytes over the network cards of two GPUs."""
         mine, theirs = self.gpu(source), self.gpu(receiver)
         yield from transfer(
             self.simulation,
@@ -389,7 +379,6 @@ class Cluster:
         yield self.machine.nic_us
 
     def barrier(self, rank: int, name: Hashable) -> Process:
-        """All ranks of the node, on the stream."""
         if not self.everyone:
             yield self.machine.barrier_us
             return
@@ -414,7 +403,7 @@ class Cluster:
         cores = [gpu.cores for gpu in gpus]
 
         def on_packet(size: int) -> None:
-            for each in cores:
-                each.stall(cost * size)
+            for core in cores:
+                core.stall(cost * size)
 
         return on_packet

@@ -68,7 +68,6 @@ def triton_tiling(machine: ModelMachine, block_m: int, block_n: int, group_m: in
 
 
 def traffic_bytes(machine: ModelMachine, tiling: Tiling, rows: int, n: int, k: int) -> float:
-    """From and to memory, of a matmul by itself."""
     bands = ceil_div(ceil_div(rows, tiling.block_m), tiling.group_m)
     weight = n * k * BYTES
     if weight <= cached_bytes(machine):
@@ -172,8 +171,6 @@ class Shape:
 
 @dataclass
 class Prediction:
-    """The model's prediction of one algorithm at one shape; nothing of it is measured."""
-
     shape: Shape
     machine: str
     algorithm: str
@@ -291,10 +288,7 @@ def persistent(
 
 
 def library_matmul(cluster: Cluster, rank: int, rows: int, n: int, k: int) -> Process:
-    """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch.
-
-    It ends no sooner than its traffic has passed the memory, which launches share.
-    """
+    """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch."""
     machine, gpu = cluster.machine, cluster.gpu(rank)
     if not rows or not n:
         return

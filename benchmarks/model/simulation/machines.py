@@ -130,11 +130,9 @@ def _machine(
     title: str,
     base: ModelMachine | None = None,
     *,
-    gpus_per_node: int = 8,
     virtual_ranks: bool = False,
     **changed: Value,
 ) -> ModelMachine:
-    """``base`` (or the common parameters) with some changed."""
     known = dict(_COMMON)
     if base is not None:
         known = {key: (getattr(base, key), base.sources[key]) for key in PARAMETERS}
@@ -145,7 +143,7 @@ def _machine(
     return ModelMachine(
         name=name,
         title=title,
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=8,
         virtual_ranks=virtual_ranks,
         sources={key: source for key, (_, source) in values.items()},
         **{key: value for key, (value, _) in values.items()},
@@ -218,7 +216,6 @@ MACHINES = {
 
 
 def machine_named(name: str) -> ModelMachine:
-    """One of :data:`MACHINES`; ValueError that lists them otherwise."""
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is not known; known are {', '.join(MACHINES)}")
     return MACHINES[name]

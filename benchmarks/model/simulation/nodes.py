@@ -61,7 +61,6 @@ GATHER_ORDERS: dict[str, Callable[..., list[tuple[int, int]]]] = {
 
 
 def node_of_rank(cluster: Cluster) -> list[int]:
-    """``nodes`` of ``node_order``."""
     return [rank // cluster.per_node for rank in range(cluster.world_size)]
 
 
@@ -153,12 +152,7 @@ def gather(
 
 
 def scatter(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    configuration: Configuration,
-    *,
-    summers: int = 0,
+    cluster: Cluster, rank: int, shape: Shape, configuration: Configuration, *, summers: int = 0
 ) -> Process:
     machine, nodes, rows = cluster.machine, node_of_rank(cluster), shape.rows
     tiling, block_m = tiling_of(machine, configuration), configuration.block_m

@@ -52,7 +52,8 @@ def fused_gather(
     lines = formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
     if order == "by source":
         sends = sorted(sends, key=lambda line: (line[0] - rank) % world_size)
-        lines = _by_source(lines, rank, world_size, block_m, tiles_n)
+        lines = sorted(lines, key=lambda line: (rank - line[0]) % world_size)
+        lines = _renumbered(lines, block_m, tiles_n)
     most = max(1, cluster.program_limit() // 4)
     copiers = min(configuration.copiers, len(sends), most)
     resident = cluster.resident_programs(configuration, copiers)
@@ -98,23 +99,17 @@ def fused_gather(
     yield machine.launch_us  # finish_kernel
 
 
-def _by_source(
-    lines: Sequence[Sequence[int]], rank: int, world_size: int, block_m: int, tiles_n: int
-) -> list[list[int]]:
-    """The lines of the same chunks, source by source, with their tiles numbered anew."""
+def _renumbered(lines: Sequence[Sequence[int]], block_m: int, tiles_n: int) -> list[list[int]]:
+    """Return lines of chunks or segments in a new order, with their tiles numbered anew."""
     found, start = [], 0
-    for line in sorted(lines, key=lambda line: (rank - line[0]) % world_size):
+    for line in lines:
         found.append([*line[:-1], start])
         start += formulas.ceil_div(line[2], block_m) * tiles_n
     return found
 
 
 def copy_engine(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    sends: Sequence[Sequence[int]],
-    size: int,
+    cluster: Cluster, rank: int, shape: Shape, sends: Sequence[Sequence[int]], size: int
 ) -> Process:
     """``send_by_copy_engine``: one stream, a copy and a publish per line of ``sends``."""
     note = Logged(cluster, rank, -1)
@@ -207,7 +202,8 @@ def fused_scatter(
     segments = formulas.segments_of(rows)
     lines = formulas.segment_lines(rank, world_size, segments, block_m, tiles_n)
     if order is not None:
-        lines = _reordered(lines, order, block_m, tiles_n)
+        by_owner = {line[0]: line for line in lines}
+        lines = _renumbered([by_owner[owner] for owner in order], block_m, tiles_n)
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     grid = formulas.persistent_grid(0, tiles, cluster.resident_programs(configuration))
     own_tiles = formulas.ceil_div(rows[rank], block_m) * tiles_n
@@ -237,19 +233,6 @@ def fused_scatter(
     yield machine.launch_us  # finish_kernel
 
 
-def _reordered(
-    lines: Sequence[Sequence[int]], order: Sequence[int], block_m: int, tiles_n: int
-) -> list[list[int]]:
-    """The lines of the same segments in another order of owners, numbered anew."""
-    found, start = [], 0
-    by_owner = {line[0]: line for line in lines}
-    for owner in order:
-        _, first, count, _ = by_owner[owner]
-        found.append([owner, first, count, start])
-        start += formulas.ceil_div(count, block_m) * tiles_n
-    return found
-
-
 def _store(
     cluster: Cluster, rank: int, owner: int, nbytes: float, tile: int, note: Logged
 ) -> Process:
@@ -265,12 +248,7 @@ def _store(
     note.end("store", owner, tile)
 
 
-def all_reduce(
-    cluster: Cluster,
-    rank: int,
-    shape: Shape,
-    configuration: Configuration,
-) -> Process:
+def all_reduce(cluster: Cluster, rank: int, shape: Shape, configuration: Configuration) -> Process:
     """``matmul_all_reduce_fused``, one-shot: every tile to every rank, everyone sums all."""
     machine, world_size = cluster.machine, cluster.world_size
     tiling = tiling_of(machine, configuration)

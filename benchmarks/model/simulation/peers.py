@@ -192,7 +192,6 @@ def producing(
     left = [0] * len(owners)
 
     def places(part: int, tile_m: int) -> range:
-        """Return the ranks whose rows a tile holds."""
         if not whole:
             return range(part, part + 1)
         first = tile_m * tiling.block_m
@@ -219,7 +218,6 @@ def producing(
 
 
 def pushed_scatter(cluster: Cluster, rank: int, shape: Shape, variant: Variant) -> Process:
-    """Matmul + reduce-scatter by copy engine."""
     machine, world_size = cluster.machine, cluster.world_size
     rows = shape.rows[0]
     nbytes = rows * shape.n * BYTES

@@ -1,13 +1,7 @@
 """Checks of arguments. Messages name the argument and both values; the communicator adds the rank.
 
-The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors, and
-the memory of earlier calls.
-
-``interlace.RMSNorm`` and ``interlace.LayerNorm`` describe the norm that an op does, and are checked here.
-
-Some ops take one tensor per rank: a list, or one tensor whose shape decides between concatenation and
-stack. For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the
-stack ``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors.
+docs/reference/collectives.md says which shapes one tensor for all ranks may have.
 """
 
 import contextlib
@@ -55,9 +49,11 @@ def fill_dense(
     run: Callable[[Sequence[torch.Tensor]], Event | None],
 ) -> Event | None:
     """Run with dense stand-ins for ``outputs`` that are not dense, and copy the results back to these."""
-    if all([each.is_contiguous() for each in outputs]):  # a generator takes longer
+    if all([output.is_contiguous() for output in outputs]):  # a generator takes longer
         return run(outputs)
-    dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
+    dense = [
+        output if output.is_contiguous() else output.new_empty(output.shape) for output in outputs
+    ]
     return copied_back(communicator, outputs, dense, run(dense))
 
 
@@ -67,7 +63,6 @@ def copied_back(
     dense: Sequence[torch.Tensor],
     event: Event | None,
 ) -> Event | None:
-    """Copy, after ``event``, each dense stand-in to its tensor in ``outputs``."""
     pairs = [(out, source) for out, source in zip(outputs, dense, strict=True) if out is not source]
     if not pairs:
         return event
@@ -278,7 +273,6 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Return the seconds of a number, a timedelta or None."""
     if value is None:
         return None
     number = value.total_seconds() if isinstance(value, timedelta) else value
@@ -356,7 +350,6 @@ def matrix(
 
 
 def inner_length(name: str, rows: Any, input: Any) -> None:
-    """Raise unless a weight has as many rows as ``input`` has columns."""
     if rows != input.shape[-1]:
         shape = tuple(input.shape)
         raise ValueError(f"{name} has {rows} rows, input has k = {shape[-1]} (shape {shape})")
@@ -365,7 +358,6 @@ def inner_length(name: str, rows: Any, input: Any) -> None:
 def bias_of(
     name: str, value: Any, shape: tuple[int, ...], input: torch.Tensor, communicator: Communicator
 ) -> torch.Tensor | None:
-    """Return a bias of the input's dtype, or None."""
     if value is None:
         return None
     bias = tensor(name, value, communicator)
@@ -384,7 +376,6 @@ def bias_dtype(name: str, bias: torch.Tensor, input: torch.Tensor) -> None:
 
 
 def flag(name: str, value: object) -> None:
-    """Raise unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
@@ -446,7 +437,6 @@ def activation(name: str, value: object) -> str:
 
 
 def activations(value: Any, count: int, several: bool) -> list[str]:
-    """Return one name for each of ``count`` weights."""
     if not several or value is None or isinstance(value, str):
         return [activation("activation", value)] * count
     entries("activation", value, "weight", count, of="a name or a sequence")
@@ -454,7 +444,6 @@ def activations(value: Any, count: int, several: bool) -> list[str]:
 
 
 def entries(name: str, value: object, like: str, count: int, *, of: str = "a sequence") -> None:
-    """Raise unless ``value`` is a sequence with an entry for each of the ``count`` weights ``like``."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be {of} like {like}, got {type(value).__name__}")
     if len(value) != count:
@@ -462,7 +451,6 @@ def entries(name: str, value: object, like: str, count: int, *, of: str = "a seq
 
 
 def keys_and_values(kv_cache: object) -> tuple[Any, Any]:
-    """Return keys and values; raise TypeError unless there are two."""
     got = type(kv_cache).__name__
     if isinstance(kv_cache, Sequence) and not isinstance(kv_cache, torch.Tensor):
         if len(kv_cache) == 2:
@@ -579,7 +567,6 @@ def checked_norm(
 def checked_residual(
     communicator: Communicator, residual: object, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
-    """Return a residual of the output's shape and dtype, or None."""
     if residual is None:
         return None
     addend = tensor("residual", residual, communicator)
@@ -605,8 +592,7 @@ def parts(
 ) -> list[torch.Tensor]:
     """Return the tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
 
-    Raise unless this rank's tensor has the shape of ``like``; only that one may share memory with ``like``.
-    ``written``: the op writes the tensors.
+    Only this rank's tensor may share memory with ``like``. ``written``: the op writes the tensors.
     """
     rank = communicator.rank
     if type(whole) is not list:

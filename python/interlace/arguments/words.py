@@ -1,7 +1,4 @@
-"""The words that arguments take, as types for checkers; the checks at run time use these types.
-
-Reduce operations have names, the dtypes that they work on, and the factor of a PREMUL_SUM.
-"""
+"""The words that arguments take, as types for checkers; the checks at run time use these types."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
@@ -42,8 +39,6 @@ Group = (
 
 
 class NamedGroup(Protocol):
-    """An :class:`interlace.GroupSpec`."""
-
     @property
     def name(self) -> str: ...
 
@@ -78,7 +73,6 @@ NAMES: dict[object, str] = {
 
 
 def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
-    """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
     try:
         reductions.check("sum" if op == PREMUL_SUM else op, dtype)
     except (TypeError, ValueError) as error:

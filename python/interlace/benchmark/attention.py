@@ -85,7 +85,6 @@ class _HeadTensors(ByRows):
         return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, operand: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
-        """Return the tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
         flat = protocol.some_rows(rows, heads * self.head_dim, operand, call, self.dtype)
@@ -172,7 +171,7 @@ class AttentionRows(_HeadTensors):
             if ring is None:
                 query, *heads = tensors
                 return self._attend(query, *self._all_keys(*heads))
-            heads = [each.transpose(1, 2).contiguous() for each in tensors]
+            heads = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
             options = dist.group.WORLD, 2, _ring_forward
             return ring._templated_ring_attention(*options, *heads, is_causal=True)[0].transpose(
                 1, 2
@@ -186,7 +185,7 @@ class AttentionRows(_HeadTensors):
 
     def _attend(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from this rank's queries to all keys in gathered order."""
-        query, key, value = (each.transpose(1, 2) for each in tensors)
+        query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
         mask, shares = self._mask, self.key_heads != self.n
         result = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, enable_gqa=shares
@@ -195,7 +194,7 @@ class AttentionRows(_HeadTensors):
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
         """Return a reference for queries at these places of the whole, and all keys in their order."""
-        heads = [each.transpose(1, 2) for each in tensors]
+        heads = [tensor.transpose(1, 2) for tensor in tensors]
         mask = places[:, None] >= torch.arange(self.m, device=self.device)
         mask = mask if self.causal else torch.ones_like(mask)
         return self.known(heads, mask)
@@ -228,7 +227,7 @@ class AttentionBackwardRows(AttentionRows):
 
         def run(*tensors: torch.Tensor) -> Any:
             *tensors, grad = tensors  # type: ignore[assignment]
-            leaves = [each.detach().requires_grad_() for each in tensors]
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
             result = interlace.nn.functional.context_parallel_attention(*leaves, **options)
             return torch.autograd.grad(result, leaves, grad)
 
@@ -267,7 +266,7 @@ class AttentionBackwardRows(AttentionRows):
         if call not in self._known:
             rows = torch.arange(self.m, device=self.device)
             query, grad = (self.tokens(w, rows, self.n, call)[:, :, queries] for w in (QUERY, GRAD))
-            keys = [each[:, :, head : head + 1] for each in self.keys(rows, call)]
+            keys = [key[:, :, head : head + 1] for key in self.keys(rows, call)]
             found = self._reference(rows, query, *keys).gradients(grad.transpose(1, 2))
             self._known[call] = [[part[:, :, self.places] for part in each] for each in found]
         worst = 0.0
@@ -322,7 +321,7 @@ class DecodeRows(_HeadTensors):
         table = torch.arange(count, device=self.device).flip(0).view(self.batch, -1)
 
         def run(query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
-            pages = [each.view(-1, *shape).flip(0) for each in keys]
+            pages = [key.view(-1, *shape).flip(0) for key in keys]
             output: torch.Tensor = op(query, pages, block_table=table, algorithm=algorithm)
             return output
 
@@ -331,7 +330,7 @@ class DecodeRows(_HeadTensors):
     def _partial(self, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
         """Return fp32 ``[batch, key heads, queries, size + 1]``: the result, then the logarithm."""
         groups = query.view(self.batch, self.key_heads, -1, self.head_dim)
-        heads = [groups, *(each.transpose(1, 2) for each in keys)]
+        heads = [groups, *(key.transpose(1, 2) for key in keys)]
         if self.device.type == "cpu":
             output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads)
         else:
@@ -352,7 +351,7 @@ class DecodeRows(_HeadTensors):
         every = torch.arange(self.m, device=self.device)
         query, keys = self._query(call).unsqueeze(2), self.keys(every, call)
         mask = torch.ones(1, self.m, dtype=torch.bool, device=self.device)
-        heads = [query, *(each.transpose(1, 2) for each in keys)]
+        heads = [query, *(key.transpose(1, 2) for key in keys)]
         known = self.known(heads, mask).output()
         value, bound = (each[rows, :, 0] for each in known)
         return self.rounded(value, bound)

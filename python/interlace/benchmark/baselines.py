@@ -1,8 +1,4 @@
-"""Baselines that a measurement is compared with.
-
-``docs/how-to/gpu/bench.md`` says what each of them is, and where it runs. With virtual ranks on one GPU,
-"torch" is the unfused sequence, because peers' memory is the same there. Elsewhere it is the time that
-remains if links and waiting cost nothing.
+"""Baselines that a measurement is compared with; ``docs/how-to/gpu/bench.md`` describes them.
 
 For "torch" the data that other ranks would send is computed before. For an op of rows, the code of all
 ranks is run up to their first collective, whose inputs are then known. With its results the code is run up
@@ -29,7 +25,6 @@ SYMMETRIC_SETS = 8  # each needs a rendezvous
 
 
 def default(place: str, device: str, *, virtual: bool) -> tuple[str, ...]:
-    """Return the baselines to compare with if no one is named."""
     if place == "sim":
         return ()
     if virtual:
@@ -60,7 +55,6 @@ def refuse(name: str, place: str, device: str, *, virtual: bool) -> None:
 
 
 def torch_backend(names: Sequence[str]) -> str | None:
-    """Return the backend of torch.distributed that these baselines use."""
     if "nccl" in names or "symm_mem" in names:
         return "cpu:gloo,cuda:nccl"
     return "gloo" if "gloo" in names else None
@@ -225,7 +219,6 @@ class Alone:
         self._op, self._sizes, self._settings = copy.copy(op), sizes, settings
 
     def _of(self, rank: int) -> Any:
-        """Return the op of another rank."""
         op = self._op
         place = SimpleNamespace(rank=rank, world_size=op.world_size, device=op.device)
         return type(op)(place, op.dtype, *self._sizes, **self._settings)

@@ -15,13 +15,7 @@ import interlace
 from interlace import reference
 from interlace.benchmark import protocol
 from interlace.benchmark.figures import bus_factor
-from interlace.benchmark.fused import (
-    WEIGHT,
-    AllGatherMatmul,
-    ByRows,
-    Expected,
-    Fused,
-)
+from interlace.benchmark.fused import WEIGHT, AllGatherMatmul, ByRows, Expected, Fused
 from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.matmul.formats import FORMATS, multiply_packed, packed_rows, unpacked_rows
@@ -59,7 +53,6 @@ class _RowsOfTokens(ByRows):
             )
 
     def sums(self, home: torch.Tensor) -> torch.Tensor:
-        """Return the sums by token of rows that have come home."""
         return home[self.chosen.inverse].sum(1)
 
 
@@ -114,10 +107,7 @@ class DispatchRows(_MovedRows):
         use_fp8: bool = False,
         format: str = "",
     ) -> None:
-        """``use_fp8``: interlace's rows travel in fp8 with their scales; torch's do not.
-
-        ``format``: tokens are block-scaled, and travel in that format with both.
-        """
+        """``use_fp8``: rows travel in fp8 with interlace alone. ``format``: tokens are block-scaled."""
         super().__init__(place, dtype, m, n)
         self._use_fp8, self._format = use_fp8, FORMATS.get(format)
         if self._format is not None:
@@ -267,7 +257,6 @@ class AllGatherGroupedRows(AllGatherMatmul):
         return lambda input, weight, buffer: op(input, weight, splits, **options)[0]
 
     def _products(self, input: Any, weight: Any) -> torch.Tensor:
-        """Multiply for every expert, as baselines do."""
         if self.format is None:
             return torch.bmm(input, weight)
         by_expert = zip(input, packed_rows(weight), strict=True)

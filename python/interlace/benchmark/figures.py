@@ -1,20 +1,11 @@
 """Sizes as they are written on a command line, and figures computed from a time.
 
-Sizes: ``64K``, ``4K,1M,64M``, ``1K:1G:x4``, ``1M:4M:+1M``; K, M and G are 2**10, 2**20 and 2**30.
-
 Bandwidths are defined like in nccl-tests (its doc/PERFORMANCE.md and ``GetBw`` in each of its tests)::
 
     algbw = S / t        S: bytes of the op's largest buffer on a rank, t: time of one call
     busbw = algbw * f    the least that each rank's link carries, whatever the algorithm
 
-    op, of W ranks                                           S                           f
-    all_reduce, matmul_all_reduce                            the tensor                  2 (W - 1) / W
-    all_gather, all_gather_matmul                            the gathered tensor         (W - 1) / W
-    reduce_scatter, matmul_reduce_scatter                    what is scattered           (W - 1) / W
-    all_to_all                                               what a rank sends           (W - 1) / W
-    gather, scatter                                          the root's whole            (W - 1) / W
-    broadcast, reduce                                        the tensor                  1
-    send_recv                                                what a rank sends           1
+``docs/how-to/gpu/bench.md`` and :func:`bus_factor` have S and f of each op.
 """
 
 import re
@@ -26,7 +17,7 @@ _WHOLE = ("broadcast", "reduce", "send_recv")
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Return ``f`` of the table."""
+    """Return f of an op: 1, or the share (W - 1) / W of W ranks, twice for an all-reduce."""
     if op == "barrier":
         raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
     if op in _WHOLE:
@@ -63,7 +54,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return median, quartiles and extremes."""
         if len(values) < 2:
             low = high = values[0]
         else:
@@ -88,8 +78,6 @@ def parse_size(text: str, where: str = "size") -> int:
 
 def parse_sizes(text: str, where: str = "--sizes") -> list[int]:
     """Return all sizes of a list of sizes or ranges; a range includes its last size if the steps reach it.
-
-    Raises ValueError that quotes the wrong part.
 
     >>> parse_sizes("1K:20K:x4")
     [1024, 4096, 16384]

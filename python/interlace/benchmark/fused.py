@@ -4,18 +4,14 @@ For matmuls M, N, K are the sizes of the product on every rank. M is the number 
 yet scattered, N of the columns of this rank's weight, K of the numbers that this rank contracts. Weights
 have the layout of ``nn.Linear``. For the projections around an attention over heads, M is the number of
 rows of one rank, and all ranks have the weight. Rank r has the r-th part of the N columns of all rows, or
-of K.
-
-With a block-scaled format (``--format``) both operands are quantised before, and the dtype is the result's.
-Baselines move the rows like interlace, values and scales together, and multiply like "unfused".
+of K. With a block-scaled format (``--format``) both operands are quantised before, and the dtype is the
+result's. Baselines move values and scales together.
 
 Results are compared with float64 in 1 row of 16, other rows in every call, all columns. A tile has at least
 16 rows, so every tile is compared. Up to 512 rows, all rows are compared.
 
-An op with a norm in its tail is compared with torch's sequence: a sum over ranks, addition, norm. Products
-are summed, or existing rows. Every rank has the residual of its rows and the norm's vectors,
-which stay the same in all calls. The sum is compared with float64; the normed rows with the float64 norm of
-that sum. ``check`` also uses LayerNorm (``norm="layer"``), and fp8 and block-scaled formats (``quantize``),
+For an op with a norm, the sum is compared with float64, and the normed rows with the float64 norm of that
+sum. ``check`` also uses LayerNorm (``norm="layer"``), and fp8 and block-scaled formats (``quantize``),
 which the baseline in torch does not have.
 """
 
@@ -60,10 +56,7 @@ Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, loos
 
 
 class ByRows(MeasuredOp):
-    """One op of a rank. ``m`` is the number of all rows.
-
-    ``collectives``: the collectives of :meth:`theirs`, which others replace (``baselines.py``).
-    """
+    """One op of a rank. ``m`` is the number of all rows; baselines replace ``collectives``."""
 
     sizes: tuple[str, ...] = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"
@@ -196,12 +189,10 @@ class Fused(ByRows):
         return operand if self.format is None else packed_rows(operand)
 
     def empty_rows(self, count: int) -> torch.Tensor:
-        """Allocate memory for ``count`` of those rows."""
         rows = torch.empty(count, self.row, dtype=self.row_dtype, device=self.device)
         return protocol.poison(rows)
 
     def product(self, input: Any, weight: Any) -> torch.Tensor:
-        """Multiply like baselines."""
         if self.format is None:
             return torch.mm(input, weight)
         rows = packed_rows(input) if isinstance(input, Scaled) else input
@@ -212,7 +203,6 @@ class Fused(ByRows):
         return self.exact(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
 
     def weight_operand(self, rank: int, call: int) -> Any:
-        """Return the weight as the op takes it."""
         return self.operand(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
@@ -221,7 +211,6 @@ class Fused(ByRows):
         return lambda input, weight, buffer: op(input, weight, **options)
 
     def options(self, algorithm: str) -> dict[str, Any]:
-        """Return the options of interlace's op."""
         settings: dict[str, Any] = {"algorithm": algorithm}
         return settings if self.format is None else settings | {"out_dtype": self.dtype}
 
@@ -234,7 +223,6 @@ class Fused(ByRows):
         return protocol.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
 
     def rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
-        """Return the numbers of these rows of the input of ``rank``."""
         return self.exact(self.raw_rows_of(rank, rows, call))
 
     def rows_by_owner(self, rows: torch.Tensor, each: int, call: int) -> list[torch.Tensor]:
@@ -309,7 +297,6 @@ class _HeadExchange(Fused):
         self.all_rows = m * self.world_size
 
     def common(self, call: int) -> torch.Tensor:
-        """The weight, the same on all ranks."""
         return self.weight(0, call)
 
     def matmul_inputs(self, call: int) -> Tensors:
@@ -395,7 +382,6 @@ class _WithNorm(ByRows):
         self._norm, self._quantize = RowNorm(norm, EPS, self._weight, bias), quantize
 
     def _how(self, algorithm: str) -> dict[str, Any]:
-        """Return arguments of interlace's ops."""
         how = {"algorithm": algorithm, "residual": self._residual, "norm": self._norm}
         return how | {"quantize": self._quantize}
 

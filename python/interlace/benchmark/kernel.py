@@ -146,6 +146,4 @@ class Facts:
 
 @dataclass
 class Subject(Facts):
-    """A subject to measure, and the ways to do it."""
-
     candidates: list[BenchCandidate] = field(default_factory=list)

@@ -1,9 +1,8 @@
 """A plain collective at one size: through interlace, through torch.distributed, and on one rank alone.
 
-``figures.py`` defines the size, which is rounded down to whole elements for every rank. Results are stored
-in poisoned memory. If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
-would overflow. "Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own
-memory, without waiting for another rank.
+If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums would overflow.
+"Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own memory, without
+waiting for another rank.
 """
 
 import functools
@@ -73,8 +72,7 @@ class MeasuredOp(ABC):
         return self.inputs(call)
 
     @abstractmethod
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        """Return the op of interlace."""
+    def ours(self, algorithm: str) -> Callable[..., Any]: ...
 
     @abstractmethod
     def theirs(self, *tensors: Any) -> Any:
@@ -141,8 +139,7 @@ class Plain(MeasuredOp):
         return arguments[0]
 
     @abstractmethod
-    def alone_inputs(self, call: int) -> Tensors:
-        """Return arguments of :meth:`alone`."""
+    def alone_inputs(self, call: int) -> Tensors: ...
 
     @abstractmethod
     def alone(self, output: Any, source: Any) -> Any:

@@ -1,25 +1,16 @@
-"""The protocol of time measurements, on all ranks of a group::
+"""The protocol of time measurements, on all ranks of a group, and payloads with errors of results.
 
-    repetition 1     candidate A: barrier, block of calls    candidate B: barrier, block    ...
-    repetition 2     candidate A ...
-
-- Candidates alternate block by block, so that noise of the machine affects all of them alike.
-- A block is as many calls as fill 20 ms (at least one), one after another without a barrier. Its time is
-  its slowest rank's, from the end of the barrier until the device has finished.
-- Results are medians over blocks, and ratios are of medians of the same run.
-- The first calls may allocate and compile: calls that calibrate the length of a block do not count.
+Candidates alternate block by block, so that noise of the machine affects all of them alike. A block is as
+many calls as fill 20 ms (at least one), one after another without a barrier. Its time is its slowest
+rank's, from the end of the barrier before it until the device has finished. Results are medians over
+blocks, and ratios are of medians of the same run. Calls that calibrate the length of a block do not count.
 
 On a GPU the host waits for the device at the end of a block only, so calls are launched while earlier ones
 run, like in nccl-tests. With virtual ranks, which take turns on the host, a rank waits for its device after
-all ranks have launched.
-
-Inputs are rotated past the last cache before memory: the sets of inputs together do not fit in it.
-
-The file also has payloads that every rank can compute for every rank, and the errors of their results.
+all ranks have launched. Inputs are rotated past the last cache before memory.
 
 Element i of rank r in call c is one of 128 values that float16, bfloat16 and all wider dtypes hold exactly.
-They are whole numbers from -64 to 63 for integers, and these divided by 32 for floats. Large results are
-compared a piece at a time, so that a check needs little additional memory.
+They are whole numbers from -64 to 63 for integers, and these divided by 32 for floats.
 """
 
 import functools
@@ -63,7 +54,6 @@ def everyones(value: Any) -> list[Any]:
 
 
 def slowest(value: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
     return float(max(everyones(value)))
 
 
@@ -86,10 +76,7 @@ def block(function: Callable[[], object], calls: int, *, virtual: bool = False) 
 
 
 def calls_per_block(function: Callable[[], object], *, virtual: bool = False) -> int:
-    """Return the number of calls that fill a block; the same on every rank. Collective.
-
-    The first call does not count: it may allocate, compile and start threads.
-    """
+    """Return the number of calls that fill a block; the same on every rank. Collective."""
     once = min(block(function, 1, virtual=virtual) for _ in range(2))
     if once < BLOCK_SECONDS:
         once = min(block(function, 3, virtual=virtual) for _ in range(2))
@@ -140,10 +127,7 @@ def total_bytes(value: Any) -> int:
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
-    """Return ``count`` copies of the tensors, each tensor in one allocation: thousands are made quickly.
-
-    A packed block-scaled matrix counts as a tensor.
-    """
+    """Return ``count`` copies of the tensors, each tensor in one allocation: thousands are made quickly."""
     copies: dict[int, tuple[torch.Tensor, int]] = {}
     for address, storage in _storages(value).items():
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -168,12 +152,11 @@ def copies_of(value: Any, count: int) -> list[Any]:
 
 
 def _storages(value: Any) -> dict[int, Any]:
-    """Return storages by address."""
     leaves = (
-        packed_rows(each) if isinstance(each, Scaled) else each for each in tree_leaves(value)
+        packed_rows(leaf) if isinstance(leaf, Scaled) else leaf for leaf in tree_leaves(value)
     )
-    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-    return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 FALLBACK_BYTES = 32 << 20
@@ -229,7 +212,6 @@ def values(index: torch.Tensor, rank: int, call: int, dtype: torch.dtype) -> tor
 def vector(
     first: int, count: int, rank: int, call: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return elements ``first`` to ``first + count``."""
     output = torch.empty(count, dtype=dtype, device=device)
     for begin in range(0, count, PIECE):
         end = min(count, begin + PIECE)

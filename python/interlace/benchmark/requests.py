@@ -1,8 +1,4 @@
-"""The ops of ``bench``; a request, its candidates, and the measurement on one rank.
-
-Candidates belong to an op, or to a user's own kernel. Every candidate is checked, timed, and checked again.
-The results are rows for a table and for JSON.
-"""
+"""The ops of ``bench``; a request, its candidates, and the measurement on one rank."""
 
 import functools
 import itertools
@@ -13,15 +9,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark import (
-    attention,
-    baselines,
-    expert_rows,
-    fused,
-    kernel,
-    plain,
-    protocol,
-)
+from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, plain, protocol
 from interlace.benchmark.figures import Spread, format_size, overlap
 from interlace.benchmark.fused import ByRows, Fused
 from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Facts, Subject
@@ -87,7 +75,6 @@ class BenchRequest:
 
     @property
     def own(self) -> bool:
-        """Whether the target is a user's own kernel."""
         return "::" in self.target
 
 
@@ -95,10 +82,7 @@ Source = tuple[str | None, list[str], Callable[[], Subject]]
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """Return a backend of torch.distributed, exclusions from "all" with reasons, and a subject's maker.
-
-    On the calling rank. Collective for a user's own kernel.
-    """
+    """Return a backend of torch.distributed, exclusions from "all" with reasons, and a subject's maker."""
     if request.own:
         return _own_kernel(request, place)
     device, chosen = place.device.type, request.chosen
@@ -213,7 +197,6 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
 
 
 def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
-    """Return the baselines that were requested, or all that this place has."""
     names = []
     for name in found.baselines if request.chosen is None else request.chosen:
         if name not in found.baselines:
@@ -254,7 +237,6 @@ class BenchRow:
 
     @property
     def right(self) -> bool | None:
-        """Whether the result is right; None if nothing was checked."""
         return None if self.error is None else self.error <= 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -334,7 +316,6 @@ Tick = Callable[[int, int], None]
 
 
 def rank_0(tick: Tick) -> Tick:
-    """``tick`` on rank 0; on the others, which show no progress, nothing."""
     return tick if default_group().rank == 0 else lambda done, total: None
 
 
@@ -372,41 +353,41 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
     errors: dict[str, tuple[float | None, str]] = {}
 
     def check_all(number: int) -> None:
-        for each in candidates:
-            error, message = errors.get(each.name, (None, ""))
-            now, now_said = _check_once(each, number, virtual=request.virtual)
+        for candidate in candidates:
+            error, message = errors.get(candidate.name, (None, ""))
+            now, now_said = _check_once(candidate, number, virtual=request.virtual)
             if now is not None:
-                errors[each.name] = (max(now, error or 0.0), message or now_said)
+                errors[candidate.name] = (max(now, error or 0.0), message or now_said)
             step()
 
     check_all(0)
     rotations: dict[Any, protocol.Rotation] = {}
     rotated_bytes, functions = {}, {}
-    for each in candidates:
-        make = each.timed_inputs or each.inputs
+    for candidate in candidates:
+        make = candidate.timed_inputs or candidate.inputs
         if make not in rotations:
             first = make(0)
             count, set_bytes = sets_of(first, place)
-            count = min(count, each.most_sets)
-            further = protocol.copies_of(first, count) if each.copied else None
+            count = min(count, candidate.most_sets)
+            further = protocol.copies_of(first, count) if candidate.copied else None
             sets = further or [first, *map(make, range(1, count))]
             rotations[make], rotated_bytes[make] = protocol.Rotation(sets), count * set_bytes
-        functions[each.name] = rotations[make].calling(each.run)
+        functions[candidate.name] = rotations[make].calling(candidate.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
     functions.clear()  # they hold the inputs
     rotations.clear()
     check_all(1)
     return [
         BenchRow(
-            each.name,
-            each.role,
-            timings[each.name].calls,
-            Spread.of(timings[each.name].microseconds),
-            timings[each.name].microseconds,
-            *errors.get(each.name, (None, "")),
-            rotated_bytes[each.timed_inputs or each.inputs],
+            candidate.name,
+            candidate.role,
+            timings[candidate.name].calls,
+            Spread.of(timings[candidate.name].microseconds),
+            timings[candidate.name].microseconds,
+            *errors.get(candidate.name, (None, "")),
+            rotated_bytes[candidate.timed_inputs or candidate.inputs],
         )
-        for each in candidates
+        for candidate in candidates
     ]
 
 

@@ -1,15 +1,11 @@
 """Measure candidates for one op at one shape, on every rank: successive halving, each result checked.
 
-``docs/how-to/gpu/tune.md`` describes the three rounds. Times are taken like in ``bench``. All ranks see the
-same times, so all continue with the same candidates. Candidates beyond the budget are not tried. The
-candidates, the default first:
+``docs/how-to/gpu/tune.md`` describes the three rounds. All ranks see the same times, so all continue with
+the same candidates. Candidates beyond the budget are not tried. The candidates, the default first:
 
     sim   the fused kernel with other blocks and more or fewer programs, which matter to the interpreter
     shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
     cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and other sends of shards
-
-An op that is not a matmul has these candidates: every algorithm and method that the place runs, besides the
-choice of "auto"; and for the first kernel some other values.
 
 Candidates that the chip cannot run are left out by arithmetic (``tuning/configuration.py``), and of the
 rest those that the cost model ranks last. For unknown chips it uses another chip's figures.
@@ -61,7 +57,6 @@ class TuneCandidate:
         return dict(self.values)
 
     def describe(self) -> str:
-        """Return the algorithm and the main values of the configuration."""
         v = self.configuration
         if not v:
             return self.algorithm
@@ -81,10 +76,7 @@ def candidate_of(
 
 
 def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
-    """Return candidates for an op without a cost model: its algorithms, the kernels' with other values.
-
-    The default is what "auto" runs.
-    """
+    """Return candidates for an op without a cost model: its algorithms, the kernels' with other values."""
     names = [name for name in kind.algorithms if name != "auto"]
     kernels = [name for name in names if name.split()[-1] in TRITON]
     if place == "shm":
@@ -156,7 +148,6 @@ def candidates(
 
 
 def combine(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
-    """Return the tiles of one with the sends of the other."""
     values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
     return TuneCandidate("fused", tuple(sorted(values.items())))
 
@@ -251,7 +242,7 @@ class _Search:
         self._request, self._tick = request, tick
         kind: Any = TUNED[request.op]
         self._op = kind(place, request.dtype, *request.sizes, **dict(request.settings))
-        self._timed = [Timed(each) for each in request.candidates]
+        self._timed = [Timed(candidate) for candidate in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)
         count, _ = sets_of(self._first, place)

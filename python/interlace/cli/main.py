@@ -44,13 +44,12 @@ def _attribute(command: str, name: str) -> Any:
 
 
 def options_of(command: str) -> type[CommandOptions]:
-    """Return the class of a command's options."""
     kind: type[CommandOptions] = _attribute(command, f"{command.capitalize()}Options")
     return kind
 
 
 def _command_of(arguments: list[str]) -> str:
-    return next((each for each in arguments if not each.startswith("-")), "")
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
 
 
 def needs_torch(arguments: list[str]) -> bool:
@@ -94,9 +93,8 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        most = (
-            None if isinstance(error, RankError) else 21
-        )  # the last lines of a traceback say most
+        # the last lines of a traceback say most
+        most = None if isinstance(error, RankError) else 21
         first, *rest = str(error).splitlines()[:most] or [""]
         write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2

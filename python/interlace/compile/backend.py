@@ -167,8 +167,6 @@ def _inductor(
 
 
 class _Passes(CustomGraphPass):
-    """Several passes that run as one."""
-
     def __init__(self, passes: list[Any]) -> None:
         self.passes = passes
 
@@ -178,7 +176,7 @@ class _Passes(CustomGraphPass):
 
     def uuid(self) -> object:
         identities = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
-        return None if any(each is None for each in identities) else str(identities)
+        return None if any(identity is None for identity in identities) else str(identities)
 
 
 def _aot_eager(

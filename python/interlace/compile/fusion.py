@@ -6,20 +6,13 @@ This is the rewrite for a gather of ``x`` that two matmuls read, with a result t
     after    f = interlace.all_gather_matmul(x, [A, B], [], dim, True, ...)
              a = wait(f[0])   b = wait(f[1])   w = wait(f[2])
 
-The readers of the matmul see the same shape and strides as before. Nothing is fused or left silently: every
-collective is a :class:`Candidate` in the :class:`Report`.
+The readers of the matmul see the same shape and strides as before. Every collective is a
+:class:`Candidate` in the :class:`Report`, so nothing is fused or left silently.
 
-Policy "auto" compares the predicted seconds of a collective and a matmul with those for the fused op:
-
-::
-
-    unfused = latency + bytes / bandwidth + flops / speed
-    fused   = host + max(bytes / fused bandwidth, flops / speed) + the part that does not overlap
-
-Other compilers may call :func:`predict`, which computes this. ``runtime/tuning/tuning.py`` has the
-machines. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without measurements.
-``FusionPass`` accepts another :class:`Machine`, such as :func:`calibrated`. It never uses that by default:
-ranks compile alone, and ranks on another host have another file, or none.
+Policy "auto" compares predicted seconds (docs/how-to/compile/passes.md). ``runtime/tuning/tuning.py`` has
+the machines: ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without
+measurements. A :func:`calibrated` machine is never used by default: ranks compile alone, and ranks on
+another host have another file, or none.
 """
 
 import functools
@@ -170,7 +163,9 @@ class Candidate:
         if self.unfused_seconds is not None and self.fused_seconds is not None:
             unfused, fused = 1e6 * self.unfused_seconds, 1e6 * self.fused_seconds
             times = f" (predicted {unfused:.0f} us unfused, {fused:.0f} us fused)"
-        outcome = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
+        outcome = f"fused into {self.op}" if self.fused else f"not fused: {self.reason}"
+        if self.fused and self.matmuls:
+            outcome += f" with {self.matmuls} matmul{'s' if self.matmuls > 1 else ''}"
         return "; ".join([f"{subject}: {outcome}{times}", *self.notes])
 
 
@@ -197,7 +192,9 @@ class Report:
         counts = sorted(Counter(candidate.op for candidate in self.fused).items())
         if counts:
             line += f" ({', '.join(f'{op} {count}' for op, count in counts)})"
-        if left := sorted({each.reason for each in self.candidates if not each.fused}):
+        if left := sorted(
+            {candidate.reason for candidate in self.candidates if not candidate.fused}
+        ):
             line += "; left: " + ", ".join(left)
         return line
 
@@ -236,14 +233,14 @@ class Pattern:
     ...         shard = interlace.compile.call(aten.relu.default, (collective.input,), relu)
     ...     collective.start.replace_input_with(collective.input, shard)
     ...     relu.replace_all_uses_with(collective.result)
-    >>> before = Pattern("relu, all_gather", find, rewrite)
+    >>> before = Pattern("relu_then_all_gather", find, rewrite)
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x):
     ...     return torch.relu(functional.all_gather(x, group=interlace.GroupSpec("tp", 4)))
     >>> graph = make_fx(layer, tracing_mode="fake")(torch.ones(4, 8)).graph
     >>> fuse(graph, patterns=[before]).summary()
-    'inference graph: fused 1 of 1 collectives (relu, all_gather 1)'
+    'inference graph: fused 1 of 1 collectives (relu_then_all_gather 1)'
     >>> [str(node.target).split(".")[-2] for node in graph.nodes if node.op == "call_function"]
     ['relu', 'all_gather', 'wait_tensor']
     """
@@ -364,13 +361,11 @@ def _candidate(
     times: Times,
     notes: tuple[str, ...] = (),
 ) -> Candidate:
-    """Return a candidate, which is fused unless there is a ``reason``."""
     kind, where = collective.kind, nodes.source_line(collective.start)
     return Candidate(kind, where, op, shape, matmuls, not reason, reason, times[0], times[1], notes)
 
 
 def _other(node: fx.Node) -> Candidate:
-    """Return a candidate for a collective without a fused op."""
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     reason = "a collective of another kind"
     if op.startswith(tuple(WITH_MATMULS)):

@@ -9,21 +9,19 @@ torch's norms and in those written by hand::
     layer   mul(sub(x, mean), rsqrt(add(var, eps))), of var_mean; or native_layer_norm
     then    mul by a weight and add a bias, in fp32 or in h's dtype, after or before it is rounded to h's
 
-Or the norm is one of vLLM's ops. Some of these also add the residual, and some quantise (``ADDS_TOO`` and
-below).
-
-Other values that are read from a norm's parts, such as the statistics that a forward saves for its
-backward, stay in the graph. They are computed from the sum that the op returns.
+Or the norm is one of vLLM's ops. Other values that are read from a norm's parts, such as the statistics
+that a forward saves for its backward, stay in the graph. They are computed from the sum that the op
+returns.
 
 If only fp8 and a scale for every row are read from the normed rows, an op makes both in its tail. torch and
-vLLM's ``QuantFP8`` write it so, in any order of the casts::
+vLLM's ``QuantFP8`` write it so, in any order of the casts, or vLLM's ops compute it::
 
     scale   max |y| over a row / 448, at least some small number
     fp8     float8_e4m3fn of clamp(y / scale, -448, 448), or of y times the reciprocal of scale
 
-Or it is one of vLLM's ops. A single scale for all rows may also exist before them, as an input of the
-graph. Then the norm's weight is divided by the scale, and an op makes the fp8. If a scale comes from the
-largest number of all rows, no op makes it, and it stays in the graph.
+A single scale for all rows may also exist before them, as an input of the graph. Then the norm's weight is
+divided by the scale, and an op makes the fp8. If a scale comes from the largest number of all rows, no op
+makes it, and it stays in the graph.
 """
 
 import contextlib
@@ -106,7 +104,7 @@ def find(collective: Collective) -> GraphNorm | None:
         if norm.residual is not None and len(source.users) > 1:
             raise Unfit("the reduced tensor is also read elsewhere, without the residual")
         vectors = norm.residual, norm.weight, norm.bias, norm.static, added
-        needed = [each for each in vectors if each is not None]
+        needed = [vector for vector in vectors if vector is not None]
         if ancestors(needed) & {collective.result}:
             raise Unfit("the residual or the norm's weight comes from the reduced tensor")
         return replace(norm, added=added)
@@ -233,7 +231,7 @@ def _layer(total: fx.Node) -> Iterator[Ends]:
 
 def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
     _, lengths, _, _, eps = node.args
-    outputs = {int(each.args[1]): each for each in node.users}  # type: ignore[arg-type]
+    outputs = {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
     if list(lengths) != [shape(total)[-1]] or 0 not in outputs:  # type: ignore[arg-type]
         return
     if any(each.users for index, each in outputs.items() if index):
@@ -278,7 +276,6 @@ def _finish(
 
 
 def _with_quantisation(norm: GraphNorm) -> GraphNorm:
-    """Return the norm with the quantisation after it, if there is one and an op supports it."""
     if norm.normed is None:
         return norm
     try:
@@ -334,9 +331,6 @@ def _vectors(dtype: torch.dtype, nodes: Sequence[Any]) -> list[fx.Node | None]:
     return found
 
 
-# -- vLLM's ops ----------------------------------------------------------------------------------------
-
-
 ALONE = {"_C::rms_norm": "result", "vllm_ir::rms_norm": 0}
 ADDS_TOO = {"_C::fused_add_rms_norm": ("input", "residual"), "vllm_ir::fused_add_rms_norm": (0, 1)}
 QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
@@ -375,9 +369,6 @@ def _called_norms(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> 
                 yield _as_fp8(norm, by_input(fp8, named["scale"], source))
 
 
-# -- fp8 ------------------------------------------------------------------------------------------------
-
-
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SMALLEST = 1e-5  # a larger lower bound would change a scale
@@ -390,7 +381,6 @@ NO_SCALE = "its scale is not from the largest number of a row, and does not exis
 
 
 def quantisation_of(normed: fx.Node) -> Quantisation | None:
-    """Return the fp8 that replaces ``normed``, or None if there is none."""
     found = None
     for y in chain_of_reshapes(normed):
         found = found or next(_written_fp8(y), None) or _called_fp8(y)
@@ -421,7 +411,7 @@ def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.No
     """Yield every cast of ``node`` to fp8, the scale that divided it, and whether it was clamped."""
     for user in node.users:
         dtype = value(user).dtype if is_call(user, *CONVERTS) else None
-        clamps = is_call(user, *CLAMPS) and {abs(each) for each in _numbers(user)} == {LARGEST}
+        clamps = is_call(user, *CLAMPS) and {abs(number) for number in _numbers(user)} == {LARGEST}
         if dtype == FP8:
             yield user, scale, clamped
         elif clamps or (dtype is not None and dtype.is_floating_point and dtype.itemsize > 1):
@@ -493,7 +483,6 @@ def _called_fp8(y: fx.Node) -> Quantisation | None:
 
 
 def _only_for(node: fx.Node, targets: set[fx.Node | None]) -> bool:
-    """Return whether only ``targets`` read ``node``, directly or indirectly."""
     return all(
         user in targets or (user.op != "output" and user.users and _only_for(user, targets))
         for user in node.users

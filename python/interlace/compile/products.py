@@ -53,17 +53,14 @@ class GraphProduct:
 
     @property
     def blocks(self) -> str:
-        """The format of its operands if they are block-scaled."""
         return "" if self.scales is None else self.scales.format
 
     @property
     def may_be_normed(self) -> bool:
-        """Whether the op on this product has a tail with a norm."""
         return not self.batch and (self.scales is None or bool(self.blocks))
 
     @property
     def _weight_shape(self) -> list[Any]:
-        """The weight's shape in numbers, ``(k, n)``."""
         inner, columns = shape(self.right)[-2:]
         if self.scales is not None and self.scales.weight_by_rows:
             inner, columns = columns, inner
@@ -86,7 +83,6 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def product_at(node: fx.Node) -> GraphProduct:
-    """Return the product that ``node`` is; raise :class:`Unfit` if it is not one."""
     bias: fx.Node | None = None
     added: fx.Node | None = None
     if is_call(node, aten.mm.default):

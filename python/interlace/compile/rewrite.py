@@ -1,7 +1,4 @@
-"""Rewrites of the fusion pass: fused ops that replace collectives and their matmuls.
-
-A rewrite traces a function of tensors that runs the fused op, and inserts the traced nodes.
-"""
+"""Rewrites of the fusion pass: a function that runs the fused op is traced, and its nodes inserted."""
 
 import itertools
 import operator
@@ -48,7 +45,6 @@ Rewrite = Callable[[], None]
 
 
 def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNorm | None) -> str:
-    """Return the name of the op that replaces all three."""
     name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
     if products and products[0].blocks:
         name = f"block_scaled_{name}"
@@ -60,7 +56,7 @@ def _trace(
 ) -> Callable[[fx.Node], Sequence[fx.Node]]:
     """Trace ``function`` of ``operands``, whose nodes become tensors; its errors become Unfit.
 
-    Returns a function that inserts the traced nodes before a node, and returns the results' nodes.
+    The returned function inserts the traced nodes before a node, and returns the results' nodes.
     """
     leaves = dict.fromkeys(tree_leaves(operands))
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -90,7 +86,6 @@ def _start(name: str, collective: Collective, **options: object) -> list[Any]:
 
 
 def _run(name: str, collective: Collective, **options: object) -> list[Any]:
-    """Return the complete results of an op."""
     return [wait_tensor(output) for output in _start(name, collective, **options)]
 
 
@@ -102,7 +97,6 @@ def _factors(product: GraphProduct) -> tuple[Any, ...]:
 
 
 def _as_before(node: fx.Node, old: fx.Node) -> fx.Node:
-    """Return ``node`` in the shape, dtype and strides of ``old``."""
     if not same(shape(node), shape(old)):
         node = call(aten.reshape.default, (node, _lengths(shape(old))), old)
     if value(node).dtype != value(old).dtype:
@@ -116,7 +110,6 @@ def _as_before(node: fx.Node, old: fx.Node) -> fx.Node:
 
 
 def _lengths(lengths: Sequence[Any]) -> list[int]:
-    """Return lengths for ``reshape``: -1 for a symbolic length."""
     return [length if static(length) else -1 for length in lengths]
 
 
@@ -126,11 +119,7 @@ def _reshape(tensor: Any, lengths: Sequence[Any]) -> Any:
     return tensor.reshape(_lengths(lengths))
 
 
-# -- gathers -------------------------------------------------------------------------------------------
-
-
 def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite:
-    """Return the rewrite for a gather and the products that read it; raise Unfit."""
     result, first, scales = collective.result, products[0], products[0].scales
     matmuls = _calls(products)
     kept = not _only_for(result, matmuls)
@@ -190,13 +179,11 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> Rewrite
 
 
 def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
-    """Return the calls of the products; if a call changes an argument, the graph has an item of it."""
     nodes = {product.node for product in products}
-    return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
+    return nodes | {node.args[0] for node in nodes if is_call(node, operator.getitem)}  # type: ignore[misc]
 
 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Return whether only ``matmuls`` read ``node``, directly or reshaped."""
     return all(
         user in matmuls
         or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
@@ -204,15 +191,12 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
     )
 
 
-# -- reductions ----------------------------------------------------------------------------------------
-
-
 def fuse_reduction(
     collective: Collective, products: list[GraphProduct], norm: GraphNorm | None
 ) -> Rewrite:
-    """Return the rewrite for a reduction of products, or of rows without a matmul, and its norm.
+    """Return the rewrite for a reduction of products, or of rows alone, and its norm; raise Unfit.
 
-    Raises Unfit. A bias that each rank adds before the reduction is reduced alone, and added after it.
+    A bias that each rank adds before the reduction is reduced alone, and added after it.
     """
     result, lead = collective.result, shape(collective.input)[:-1]
     name, first = fused_op(collective, products, norm), products[0] if products else None
@@ -293,7 +277,6 @@ def _sum_of_biases(collective: Collective, biases: Sequence[Any]) -> Any:
 def _norm_arguments(
     norm: GraphNorm, bias: Any, vectors: Sequence[Any], result: torch.Tensor
 ) -> dict[str, Any]:
-    """Return an op's arguments for a norm in its tail."""
     added, residual, weight, offset, static = vectors
     if residual is not None and not same(residual.shape, result.shape):
         residual = residual.reshape(_lengths(result.shape))

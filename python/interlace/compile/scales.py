@@ -122,7 +122,6 @@ class Scales:
 
 
 def scaled_call(node: object) -> NamedCall | None:
-    """Return the call of a scaled matmul that ``node`` is, or whose result it is."""
     if is_call(node, operator.getitem):
         node = arguments(node)[0]  # type: ignore[arg-type]
     call = named_call(node) if isinstance(node, fx.Node) else None
@@ -313,12 +312,12 @@ def _arrives(
         wanted = (numbers // base**digit % base).to(dtype)
         shards = [each.contiguous() for each in wanted.chunk(collective.size, collective.dim)]
         if own_swizzled:
-            shards = [swizzled(each.flatten(0, -2)) for each in shards]
+            shards = [swizzled(shard.flatten(0, -2)) for shard in shards]
         bits = _bytes_as_numbers(value(gather.input).dtype)
         if shards[0].nbytes != value(gather.input).nbytes:
             yield False
             return
-        parts = [each.view(bits).reshape(shape(gather.input)) for each in shards]
+        parts = [shard.view(bits).reshape(shape(gather.input)) for shard in shards]
         found = _run(chain, {gather.result: torch.cat(parts, gather.dim)}, scales.left)
         found = found.contiguous().view(-1).view(dtype)
         if scales.swizzled:
@@ -332,8 +331,6 @@ def _bytes_as_numbers(dtype: torch.dtype) -> torch.dtype:
 
 
 def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.Node) -> Any:
-    """Run a chain of nodes on known tensors, on the CPU."""
-
     def replace_node(each: object) -> object:
         if isinstance(each, fx.Node):
             return values[each]

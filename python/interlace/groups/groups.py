@@ -1,7 +1,5 @@
 """The group of an op: the caller's default group, and every way to name another group.
 
-Groups are named by their ranks, by a device mesh or by a string, within one default group ``whole``.
-
 A group of ranks is made when its members first use it together; other ranks do not take part. It is made
 once, so lists with equal entries are one group. The position in the list is the rank in the group.
 """
@@ -253,7 +251,7 @@ class OnInterlace:
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
         """Return the group that takes this group's place after :func:`interlace.shrink`."""
-        raise NotImplementedError
+        raise NotImplementedError  # returns the group after :func:`interlace.shrink`
 
 
 def world_size_of(name: str) -> int:

@@ -224,7 +224,6 @@ def rebuild(group: object, ranks: Sequence[int]) -> Any:
 
 
 def _known_group(group: object) -> Communicator:
-    """Return the communicator of ``group``, which must have been made."""
     if group is None and groups.joined_group() is None:
         raise InterlaceError("there is no group to continue from: no default group has been made")
     return resolve(group)

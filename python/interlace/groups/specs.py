@@ -1,13 +1,12 @@
 """Groups as traced ops name them: a string and a size, which need no process group until they run.
 
-A graph holds only ``(name, size)``. :func:`describe` makes the pair from any form of a group, and
-:func:`bind` finds the communicator when the op runs. Names are::
+Names are::
 
-    "0"                 all ranks
-    "tp"                a GroupSpec that was bound, a name passed to new_group, a torch group's name
-    "ranks:0,2"         these ranks of the default group, made on first use
-    "ranks:0,2|1,3"     the list with the caller's rank
-    "ranks:0,2#fast"    another group over the same ranks: a tag
+"0"                 all ranks
+"tp"                a GroupSpec that was bound, a name passed to new_group, a torch group's name
+"ranks:0,2"         these ranks of the default group, made on first use
+"ranks:0,2|1,3"     the list with the caller's rank
+"ranks:0,2#fast"    another group over the same ranks: a tag
 """
 
 import ctypes
@@ -235,7 +234,6 @@ def _find(whole: Communicator, name: str) -> Communicator:
 
 
 def rows_of(name: str) -> list[list[int]]:
-    """Return the lists of ranks in a name."""
     lists = name.removeprefix(RANKS).partition("#")[0]
     return [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
 

@@ -29,7 +29,6 @@ Tensor = torch.Tensor
 
 
 def _options(layer: object) -> dict[str, Any]:
-    """Return the options of attention that are attributes of a layer."""
     names = ("causal", "scale", "window", "group", "layout", "balance", "algorithm")
     return {name: getattr(layer, name) for name in names}
 
@@ -194,7 +193,7 @@ class UlyssesAttention(OnGroup):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         weight, bias = self._by_rank()
         heads_of_rank = matmul_all_to_all(x, weight.t(), bias=bias, length=total, **with_group)
-        per_rank = [each // self.group.world_size for each in heads]
+        per_rank = [head // self.group.world_size for head in heads]
         parts = torch.split(heads_of_rank, [n * size for n in per_rank], -1)
         q, k, v = (each.unflatten(-1, (n, size)) for each, n in zip(parts, per_rank, strict=True))  # type: ignore[no-untyped-call]
         if self.layout == "bshd":
@@ -209,7 +208,6 @@ class UlyssesAttention(OnGroup):
         return output.transpose(0, 1) if self.layout == "bshd" else output
 
     def _lengths(self, input: object, lengths: object) -> list[int]:
-        """Return every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):
             text = f"input must be a tensor, got {type(input).__name__}"
@@ -239,12 +237,12 @@ class UlyssesAttention(OnGroup):
         world = self.group.world_size
 
         def together(parts: Sequence[Tensor]) -> Tensor:
-            by_rank = [each.view(world, -1, *each.shape[1:]) for each in parts]
+            by_rank = [part.view(world, -1, *part.shape[1:]) for part in parts]
             return torch.cat(by_rank, 1).flatten(0, 1)
 
         linears = self.q, self.k, self.v
-        biases = [each.bias for each in linears if each.bias is not None]
-        return together([each.weight for each in linears]), together(biases) if biases else None
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return together([linear.weight for linear in linears]), together(biases) if biases else None
 
     def _beside(
         self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, options: dict[str, Any]

@@ -143,7 +143,6 @@ def sharded_optimizer_state_dict(
     [['weight.step', 'weight.exp_avg', 'weight.exp_avg_sq']]
     """
     if not optimizer.state:
-        _check_start(optimizer)
         _make_state(optimizer)
     by_key = shardings(module)
     result: dict[str, object] = {}
@@ -242,7 +241,12 @@ def _entries(
                 yield key, name, parameter, value
 
 
-def _check_start(optimizer: torch.optim.Optimizer) -> None:
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the initial state of ``optimizer``, by a step that changes nothing else.
+
+    The step's gradients are zero. So is the weight decay, as some optimizers add it to them. Learning rates
+    stay, as some optimizers make their state from them.
+    """
     for group in optimizer.param_groups:
         momentum, dampening = group.get("momentum", 0), group.get("dampening", 0)
         if momentum and dampening:
@@ -250,14 +254,6 @@ def _check_start(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer: momentum={momentum} with dampening={dampening} has no initial state: torch "
                 "does not damp the first gradient, only later ones; make a step first"
             )
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the initial state of ``optimizer``, by a step that changes nothing else.
-
-    The step's gradients are zero. So is the weight decay, as some optimizers add it to them.
-    Learning rates stay, as some optimizers make their state from them. The step is not counted.
-    """
     decays = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
     parameters = [parameter for g in optimizer.param_groups for parameter in g["params"]]
     kept = [(each, each.grad, each.detach().clone()) for each in parameters]

@@ -189,7 +189,6 @@ class LinearParameters(ShardedModule):
 
 
 def _options(layer: object) -> dict[str, Any]:
-    """Return the options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in (*names, "format")}
 
@@ -202,10 +201,7 @@ def check_features(
     weight: Tensor | None = None,
     name: str = "weight",
 ) -> None:
-    """Raise unless ``input`` has ``features`` features and the dtype of the layer's ``weight``.
-
-    The function checks an input that is not a tensor.
-    """
+    """Raise unless ``input``, if it is a tensor, has ``features`` features and the dtype of ``weight``."""
     with layer.group.on(input).accepting(kind := type(layer).__name__):
         if not isinstance(input, Tensor):
             return

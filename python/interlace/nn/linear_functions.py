@@ -20,10 +20,9 @@ Backward computes only the gradients that the arguments require, and skips the c
 Shards must be equal. Gradients have no gradients themselves.
 
 Backward works on matrices, with one row per token and the rows of one rank's shard together: ``grad`` is
-``[tokens, out]``, ``input`` ``[tokens, in]``, and the gradient of a weight ``[out, in]`` is ``grad.t() @
-input``. It is computed at once or later, and returned or added to ``weight.main_grad``. This is
-Megatron-core's convention: a buffer beside the weight, usually wider, to which the backward of every
-microbatch adds. Autograd must not add the gradient again, so it gets a placeholder that is never read.
+``[tokens, out]``, ``input`` ``[tokens, in]``. The gradient of a weight is computed at once or later, and
+returned or added to ``weight.main_grad``. This is Megatron-core's convention: a buffer beside the weight,
+usually wider, to which the backward of every microbatch adds.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
     return " and ".join(
         name
         for name, operands in tensors.items()
-        if any(each is not None and each.requires_grad for each in operands)
+        if any(operand is not None and operand.requires_grad for operand in operands)
     )
 
 
@@ -302,7 +301,6 @@ def _checked_weights(
 
 
 def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> None:
-    """Raise unless ``layer`` can apply its options to these weights."""
     learning = {n: w for n, w in weights.items() if w.requires_grad and torch.is_grad_enabled()}
     for name, weight in learning.items() if layer.fused else ():
         if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP provides the buffer
@@ -387,7 +385,6 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in that dtype, or packed rows as they are."""
     return weight if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
@@ -514,7 +511,6 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
 
 def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """Return a matrix with rows in the order of ``dim``, with the leading dimensions of ``shape``."""
     off_dim = [length for index, length in enumerate(shape[:-1]) if index != dim]
     return unrows(matrix, [shape[dim], *off_dim], dim)
 
@@ -589,16 +585,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _gradient_matrix(grad: Tensor, input: Tensor, format: str) -> Tensor:
-    """Return ``grad.t() @ input``, ``[out, in]``. With a format the bits are as in the ops, whose weights
-    are ``(in, out)``."""
+    """Return ``grad.t() @ input``, ``[out, in]``. In a format the bits are as in the ops."""
     return product_of_rows(input, grad, format).t() if format else grad.t() @ input
 
 
 def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = "") -> None:
     """Add ``grad.t() @ input`` to ``weight.main_grad``, summed in fp32, or fp64 if ``main_grad`` is fp64.
 
-    ``main_grad`` may be wider or narrower than the operands; a dtype narrower than fp32 is rounded once.
-    A weight of Megatron's FSDP (``__fsdp_param__``) gets its buffer here, which is overwritten.
+    A dtype of ``main_grad`` narrower than fp32 is rounded once. A weight of Megatron's FSDP
+    (``__fsdp_param__``) gets its buffer here, which is overwritten.
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
@@ -626,7 +621,6 @@ def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = 
 
 
 def check_main_grad(name: str, weight: Tensor) -> None:
-    """Raise unless ``weight`` has a ``main_grad`` to which its gradient can be added."""
     main = getattr(weight, "main_grad", None)
     if not isinstance(main, Tensor):
         raise ValueError(
@@ -648,9 +642,8 @@ def check_main_grad(name: str, weight: Tensor) -> None:
 def gradient_placeholder(weight: Tensor) -> Tensor | None:
     """Return autograd's gradient for a weight whose real gradient goes to ``main_grad``.
 
-    This is None, unless the weight has the attribute ``grad_added_to_main_grad``. Then the attribute is set
-    to True, and the placeholder has undefined values, or zeros if ``weight.zero_out_wgrad``. Megatron's
-    data-parallel hooks run only if there is a gradient, and read the attribute to ignore its values.
+    This is None, unless the weight has the attribute ``grad_added_to_main_grad``. Megatron's data-parallel
+    hooks run only if there is a gradient, and read the attribute to ignore its values.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,7 +1,7 @@
 """A mixture of experts and its router: a feed-forward block where two fused ops move tokens to experts.
 
-The router chooses the experts of each token and their weights. It runs in fp32, with torch ops, on this
-rank's tokens alone. Legend: T tokens, E experts, K experts for each token.
+The router runs in fp32, with torch ops, on this rank's tokens alone. Legend: T tokens, E experts, K experts
+for each token.
 """
 
 import math
@@ -77,7 +77,6 @@ class Router(NamedTuple):
         return Routed(chosen, weights * self.scale, self._kept(chosen, weights.detach()), share)
 
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
-        """Mask the experts outside the best groups."""
         if self.topk_groups == self.groups:
             return ranked
         by_group = ranked.view(-1, self.groups, self.num_experts // self.groups)
@@ -171,11 +170,9 @@ class MoE(ShardedModule):
     load.
 
     Raises ValueError or TypeError naming the argument, the values and the rank. The sums are the same as in
-    torchtitan's ``MoE`` and Megatron-core's ``MoELayer``, without token permutation, dispatcher and
-    buffers. In torchtitan, ``w1`` and ``w3`` are the halves of ``up``, and ``w2`` is ``down``. Its
-    ``route_norm``, ``route_scale``, ``num_expert_groups``, ``num_limited_groups`` and
-    ``load_balance_coeff`` are ``normalize``, ``scale``, ``groups``, ``topk_groups`` and the rate of the
-    bias. Megatron-core has ``linear_fc1`` and ``linear_fc2`` of its grouped MLP,
+    torchtitan's ``MoE`` and Megatron-core's ``MoELayer``; docs/how-to/migrate/experts.md maps the weights.
+    torchtitan's ``route_norm``, ``route_scale``, ``num_expert_groups`` and ``num_limited_groups`` are
+    ``normalize``, ``scale``, ``groups`` and ``topk_groups``. Megatron-core has
     ``moe_expert_capacity_factor`` and ``moe_token_drop_policy``. Groups, bias and scale are DeepSeek-V3's.
 
     >>> def forward():

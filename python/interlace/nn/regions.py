@@ -111,7 +111,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tuple(each.view_as(each) for each in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
@@ -143,7 +143,7 @@ def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ..
     >>> interlace.run(grad, 2)
     [3.0, 3.0]
     """
-    present = [each for each in tensors if each is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
     communicator = _group(group, *present)
     with communicator.accepting():
         for each in present:
@@ -154,7 +154,8 @@ def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ..
         return tensors
     copied = iter(_CopyToGroup.apply(communicator, *wanted))  # type: ignore[no-untyped-call]
     return tuple(
-        next(copied) if each is not None and each.requires_grad else each for each in tensors
+        next(copied) if tensor is not None and tensor.requires_grad else tensor
+        for tensor in tensors
     )
 
 

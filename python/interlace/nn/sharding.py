@@ -147,7 +147,9 @@ class Sharding:
             return local.detach() if here else None
         local = local.detach().contiguous()
         lengths = [self.part(rank)[1] for rank in range(group.world_size)]
-        parts = [local.new_empty(self._with_length(local.shape, each)) for each in lengths if here]
+        parts = [
+            local.new_empty(self._with_length(local.shape, length)) for length in lengths if here
+        ]
         if group_dst is None:
             _all_gather(group, (parts, local))
         else:
@@ -156,7 +158,6 @@ class Sharding:
 
 
 def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the mesh and the placements of a DTensor that has the layout of ``sharding``."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements: tuple[object, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
@@ -211,7 +212,6 @@ def positive(**sizes: object) -> None:
 
 
 def divisible(argument: str, value: int, group: Communicator) -> None:
-    """Raise unless ``value`` is a positive multiple of the size of ``group``."""
     positive(**{argument: value})
     if value % group.world_size:
         raise ValueError(
@@ -288,9 +288,10 @@ class ShardedModule(OnGroup):
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
     def _versions(self) -> list[tuple[int, int, list[float]]]:
-        """Return numbers that change with the values of the parameters."""
-        parameters = [each for each in self._parameters.values() if each is not None]
-        return [(id(each), each._version, _beginning(each)) for each in parameters]
+        parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
+        return [
+            (id(parameter), parameter._version, _beginning(parameter)) for parameter in parameters
+        ]
 
     def _check_alike(self, group: Communicator, *names: str, layer: object = None) -> None:
         """Raise on all ranks unless parameters are equal: one host message, before the first forward.

@@ -3,7 +3,7 @@
 The logits are never gathered. Ranks exchange three numbers per token, in two all-reduces: the largest
 logit, then the sum of exponentials, the target's logit and, for label smoothing, the sum of logits.
 Backward needs no communication. Forward and backward process rows in pieces, which bounds their fp32
-memory. Between them only the logits and numbers per token, such as the log-sum-exp, are kept.
+memory.
 """
 
 from collections.abc import Iterable
@@ -285,7 +285,6 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
 
 
 def _pieces(tokens: int, here: int) -> list[slice]:
-    """Return the slices of rows that are processed at once."""
     step = max(1, ELEMENTS_AT_ONCE // max(1, here))
     return [slice(first, first + step) for first in range(0, tokens if here else 0, step)]
 

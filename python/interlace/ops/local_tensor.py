@@ -1,8 +1,8 @@
 """The ops under torch's ``LocalTensorMode``, where one process holds the tensors of all ranks.
 
 torch would run an unknown op once per rank, each alone, which silently gives a wrong result. So every op
-has a rule here, which finds the ranks of each group and calls the reference of the op for all of them. A
-rule needs no live group. It looks up a group's name in this order::
+has a rule here, which calls the reference of the op for all ranks of a group. A rule needs no live group.
+It looks up a group's name in this order::
 
     a name passed to define()         the lists passed with it
     "ranks:0,2|1,3#tag"               these lists
@@ -11,11 +11,8 @@ rule needs no live group. It looks up a group's name in this order::
     new_group, of a torch group       it gives when it is shifted, as torch assumes for LocalTensor, too
     any other                         all ranks of the mode, if there are as many as the group has
 
-All other cases raise ValueError: a rank that is in no group or in two, a group of which only some ranks are
-simulated, sizes that do not fit. A plain tensor beside a LocalTensor is the same on all ranks. Without any
-LocalTensor an op raises TypeError, as its ranks would be unknown. Results are complete at once.
-
-Rules are for ``LocalTensorMode`` itself, not for derived classes, as torch looks up exactly this class.
+A plain tensor beside a LocalTensor is the same on all ranks. Results are complete at once. Rules are for
+``LocalTensorMode`` itself, not for derived classes, as torch looks up exactly this class.
 """
 
 import contextlib
@@ -96,7 +93,7 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
                     _write(written, target._local_tensors[rank], output, rank)
                 return None if written == "out" else target
             columns = zip(*results.values(), strict=True)
-            outputs = [_LocalTensor(dict(zip(results, each, strict=True))) for each in columns]
+            outputs = [_LocalTensor(dict(zip(results, column, strict=True))) for column in columns]
         several = isinstance(func._schema.returns[0].type, torch.ListType)
         return outputs if several else outputs[0]
 
@@ -104,7 +101,6 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
 
 
 def _write(name: str, place: torch.Tensor, result: torch.Tensor, rank: int) -> None:
-    """Copy ``result`` to rank's part of a LocalTensor."""
     if isinstance(place, _LocalTensor):
         raise TypeError(
             f"{name} is a LocalTensor of LocalTensors: make its parts outside of the mode, or with its "

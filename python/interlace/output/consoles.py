@@ -1,9 +1,7 @@
-"""A console to print on, and progress of long commands.
+"""A console to print on, and progress of long commands: bars of rich on a terminal, otherwise lines.
 
-The console is rich's if rich is installed, otherwise one that prints plainly. Progress goes to stderr: bars
-of rich on a terminal, otherwise lines. Ranks in other processes write their progress to a file, which a
-thread of the caller reads. A process that measures itself calls :meth:`Progress.at` between blocks and has
-no such thread.
+Ranks in other processes write their progress to a file, which a thread of the caller reads. A process that
+measures itself calls :meth:`Progress.at` between blocks and has no such thread.
 """
 
 import contextlib
@@ -68,7 +66,6 @@ Tick = Callable[[int, int], None]
 
 
 def _write_tick(path: str, done: int, total: int) -> None:
-    """Write progress to a file, for a rank in another process."""
     with open(path, "w", encoding="ascii") as file:
         file.write(f"{done} {total}\n")
 
@@ -102,7 +99,6 @@ class Progress:
         self._remove()
 
     def begin(self, number: int, text: str) -> None:
-        """Begin size ``number`` (from 0)."""
         self._number = number
         if self._bar is not None:
             self._bar.update(self._task, description=text, completed=float(number), refresh=True)

@@ -1,7 +1,4 @@
-"""Files that a command writes at its end: their names, early checks of them, and bar charts of times.
-
-Bars are drawn in the terminal, or as a picture in the format of the file's name.
-"""
+"""Files that a command writes at its end: their names, early checks of them, and bar charts of times."""
 
 import os
 import pathlib
@@ -16,10 +13,7 @@ from interlace.output.consoles import write
 def refuse_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raise ValueError unless each of ``outputs`` can be written and differs from the other files.
-
-    Both map options to paths, or to None for options that are not set. Existing files are not changed.
-    """
+    """Raise ValueError unless each of ``outputs`` can be written and differs from the other files."""
     named: dict[str | tuple[int, int], str] = {}
     for option, path in {**(inputs or {}), **outputs}.items():
         if path is None:
@@ -59,7 +53,6 @@ def refuse_no_folder(option: str, path: str) -> None:
 
 
 def refuse_format(path: str) -> None:
-    """Raise ValueError unless matplotlib can write the format of ``path``."""
     refuse_empty("--plot", path)
     known = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
@@ -81,7 +74,7 @@ def require_matplotlib() -> Any:
 
 
 def file_to_write(path: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
-    """Return the file of ``--cache``, or the usual one. Raise ValueError if ``variable`` disables that."""
+    """Return the file of ``--cache``, or the usual one, unless ``variable`` disables that."""
     if path is not None:
         refuse_empty("--cache", path)
         return pathlib.Path(path).absolute()

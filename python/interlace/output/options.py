@@ -44,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
 
+# the field ``world_size`` becomes ``--world-size``
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
     """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
@@ -54,25 +55,24 @@ def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions])
         description=text,
         epilog=kind.epilog,
     )
-    for each in dataclasses.fields(kind):
-        keywords = dict(each.metadata)
-        names = [each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"]
+    for field in dataclasses.fields(kind):
+        keywords = dict(field.metadata)
+        names = [field.name if keywords.pop("positional") else f"--{field.name.replace('_', '-')}"]
         names += [also] if (also := keywords.pop("also", "")) else []
-        if each.default is not dataclasses.MISSING:
-            is_list = isinstance(each.default, tuple)
-            keywords["default"] = list(each.default) if is_list else each.default
+        if field.default is not dataclasses.MISSING:
+            is_list = isinstance(field.default, tuple)
+            keywords["default"] = list(field.default) if is_list else field.default
         parser.add_argument(*names, **keywords)
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
     """Return ``kind`` with the parsed values; lists become tuples."""
-    names = [each.name for each in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def positive_int(text: str, most: int = MOST) -> int:
-    """Return ``text`` as an int within 1..``most``, for ``type=``."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
     if int(text) > most:
@@ -81,7 +81,6 @@ def positive_int(text: str, most: int = MOST) -> int:
 
 
 def world_size(text: str) -> int:
-    """Return ``text`` as a number of ranks, for ``type=``."""
     from interlace.kernels.signal import MAX_WORLD_SIZE  # imports Triton
 
     return positive_int(text, MAX_WORLD_SIZE)

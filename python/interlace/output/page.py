@@ -76,7 +76,7 @@ def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
     """Return ``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in (each for each in panel.views if each.events):
-        events = [[*each[:5], sources.of(each.lines), *each[6:]] for each in view.events]
+        events = [[*event[:5], sources.of(event.lines), *event[6:]] for event in view.events]
         views.append({**vars(view), "events": events})
     return {**vars(panel), "views": views, "lines": sources.of(panel.lines)}
 

@@ -1,7 +1,5 @@
 """The collectives of a process group in Python: the path of a call, and interlace's internal forms.
 
-Every method serves plain tensors itself. A call that torch's dispatcher must see first goes to torch's
-method; ``dispatch.py`` says which calls these are, and how torch's method must be called.
 Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
 """
 
@@ -48,7 +46,7 @@ _ZERO = timedelta(0)
 
 
 class OpOptions(Protocol):
-    """Options of an op, as torch passes them: each op has some of these."""
+    """Options as torch passes them: each op has some of these."""
 
     asyncOp: bool
     timeout: timedelta
@@ -98,8 +96,7 @@ ON_GPU = HostCopies()  # has no copies: the tensors of the call stay on their GP
 class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
-    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
-    ``device_communicator`` serves tensors on GPUs; it is equal on all ranks of a job.
+    ``_has_gpus``: whether ``device_communicator`` serves tensors on GPUs, equal on all ranks of a job.
     """
 
     device_communicator: Any
@@ -211,7 +208,6 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Works:
-        """Return the Work of all calls since :meth:`_start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         return Works(works)
 
@@ -364,8 +360,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts=opts)
 
+    # since torch 2.14
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions) -> Work:
-        """Gather parts into one tensor (since torch 2.14)."""
         parts = list(output.view(self.size(), -1)) if self.rank() == opts.rootRank else []
         return self.gather([parts] if parts else [], [input.reshape(-1)], opts)
 

@@ -2,14 +2,8 @@
 
 A Python ``ProcessGroup`` is called before torch's dispatcher. So dispatch modes and tensor subclasses that
 would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) do not see it. In these cases the
-method must pass the call to torch's method, which dispatches ``c10d::<op>``.
-
-=======================================  =============================================================
-dispatch mode is active                  torch: the mode decides
-subclass without ``__torch_dispatch__``  this group, with the plain tensor of the same memory
-subclass with ``__torch_dispatch__``     torch
-meta tensor                              torch
-=======================================  =============================================================
+method must pass the call to torch's method, which dispatches ``c10d::<op>``. A subclass without
+``__torch_dispatch__`` is served with the plain tensor of the same memory.
 
 Modes and subclasses see the op, change its tensors, or answer it. The remaining call would reach torch's
 kernel, which asks the group for a C++ backend. So during the call there is one more mode, below the modes
@@ -20,14 +14,9 @@ of the user::
     user's modes    see it, pass it on
     Returning       tensors of subclasses: the subclasses see it; plain ones: group.allreduce(tensors) again
 
-This keeps ranks that run under a mode (a profiler on rank 0) in step with those that do not.
-
-Rejected: a second, C++ group for such calls. The ranks with and without a mode would wait for each other
-in different groups. It is still used in one case, see :func:`needs_backend`.
-
-``torch.distributed`` calls the methods with lists and an options object. ``ProcessGroup`` also takes single
-tensors, and an op or a root in place of the options: ``group.allreduce(tensor, ReduceOp.MAX)``. A method of
-interlace's group that is called in this way calls itself again with the result of :func:`long_form`.
+This keeps ranks that run under a mode (a profiler on rank 0) in step with those that do not. With a second,
+C++ group for such calls, ranks with and without a mode would wait for each other in different groups. It is
+still used in one case, see :func:`needs_backend`.
 
 ``all_gather_into_tensor_out`` and ``batch_p2p_ops`` of ``_c10d_functional`` ask the group for the C++
 backend of a device, which a group in Python does not have (torch 2.13). The CPU kernels in this file ask
@@ -87,8 +76,8 @@ def is_simulated(tensors: Sequence[object]) -> bool:
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
     return any(
-        isinstance(each, torch.Tensor) and (each.is_meta or hasattr(each, "fake_mode"))
-        for each in tensors
+        isinstance(tensor, torch.Tensor) and (tensor.is_meta or hasattr(tensor, "fake_mode"))
+        for tensor in tensors
     )
 
 
@@ -107,7 +96,7 @@ class _Returning(DispatchMode):
         if not self._is_ours(func, args):
             return func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves(args)
-        if underlying([each for each in leaves if isinstance(each, torch.Tensor)]) is None:
+        if underlying([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]) is None:
             return NotImplemented  # torch then asks the subclasses, with this mode still active
         work = self._serve(*args[:2])
         if work is None:
@@ -219,8 +208,7 @@ def _batch_p2p_ops(
     tag_list: list[int],
     tensors: list[torch.Tensor],
     group_name: object,
-) -> list[torch.Tensor]:
-    """Return a tensor for every op, complete after ``wait_tensor``; for sends it is empty."""
+) -> list[torch.Tensor]:  # complete after wait_tensor; empty for sends
     group, results = _group(group_name), []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
         if op == "isend":

@@ -1,8 +1,6 @@
 """interlace as a backend of torch.distributed: ``init_process_group("interlace")``.
 
-A ``ProcessGroup`` in Python over one :class:`Communicator`. Every method serves plain tensors with the
-internal form of interlace's own function. A call that torch's dispatcher must see first goes to
-``super()``, see ``dispatch.py``. torch requires the following of such a class:
+torch requires the following of a ``ProcessGroup`` in Python:
 
 - ``ProcessGroup.__init__(rank, size)`` without a store: with one, it builds an object without overrides.
 - Name and description are kept here: torch would keep them in its C++ backends, and there are none.
@@ -10,9 +8,9 @@ internal form of interlace's own function. A call that torch's dispatcher must s
 - Dynamo must not trace into a method: see ``keep_outside_compilation``.
 - C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
   group over the same ranks, made when it is first needed; all ranks of the group must take part.
-- Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks. It is made for the
-  first such tensor. If ranks have no GPU for kernels, these tensors go through copies on the host.
-- ``_c10d_functional`` ops whose kernels ask for a backend without need have kernels in ``dispatch.py``.
+
+Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks. It is made for the
+first such tensor. If ranks have no GPU for kernels, these tensors go through copies on the host.
 """
 
 import functools
@@ -169,12 +167,12 @@ class InterlaceProcessGroup(Collectives):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
+    # the callers want to know what the group supports
     def _get_backend(self, device: torch.device) -> Any:
         """Return this group: the callers want to know what it supports."""
         return self
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: ranks count from 0."""
+    def _set_sequence_number_for_group(self) -> None: ...
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives that this rank has started."""

@@ -12,29 +12,14 @@ References are arranged so that nothing lives longer than its users::
     allocation -> LocalMemory, handles -> memory of all ranks
     tensors from a handle -> memory
 
-The handle has the interface of torch's, on a CPU: the same names, argument order and meaning as in
-``torch.distributed._symmetric_memory``. So host code that was written for GPUs works. A kernel gets
-``buffer_ptrs_dev`` and ``signal_pad_ptrs_dev``, the addresses of two int64 tables of base addresses, one
-entry per rank::
-
-    table = hdl.buffer_ptrs_dev.to(tl.pointer_type(tl.uint64))
-    peer_ptr = tl.load(table + peer).to(tl.pointer_type(tl.float32))
-
 ``barrier``, ``put_signal`` and ``wait_signal`` are kernels on the caller's current stream, in the flag
-protocol of ``kernels/signal.py``. Errors are interlace's: ValueError with both numbers for a value out of
-range; ``CollectiveTimeoutError`` and ``PeerDiedError`` with the ranks that the caller waited for.
+protocol of ``kernels/signal.py``.
 
-This file also has interlace's kernels for ops of torch's namespace ``symm_mem``: on CPUs, and on GPUs on
-request.
-
-torch has these ops for GPUs only. :func:`register` gives them a kernel for CPUs. ``import interlace`` calls
-it, in 0.3 ms (Xeon, November 2026). The first call of an op loads ``torch_ops.py``, which has the kernels.
-torch defines some of the ops when ``torch.distributed._symmetric_memory`` is imported. That takes 27 ms, so
-it happens at the first access to one of them in ``torch.ops.symm_mem``. torch's own fake kernels ("Meta")
-stay.
-
-:func:`take_over_symm_mem` is for the ops to which compilers lower a collective and a matmul: interlace's
-kernels replace torch's there, also on GPUs.
+torch has the ops of its namespace ``symm_mem`` for GPUs only. :func:`register` gives them a kernel for
+CPUs. ``import interlace`` calls it, in 0.3 ms (Xeon, November 2026). The first call of an op loads
+``torch_ops.py``, which has the kernels. torch defines some of the ops when
+``torch.distributed._symmetric_memory`` is imported. That takes 27 ms, so it happens at the first access to
+one of them in ``torch.ops.symm_mem``. torch's own fake kernels ("Meta") stay.
 """
 
 import contextvars

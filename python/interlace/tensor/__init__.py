@@ -1,11 +1,4 @@
-"""Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
-
-``mesh_collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, and differentiable
-collectives of parts that differ in length. ``costs.py`` has DTensor's costs, with torch's figures or
-measured ones (``python -m interlace calibrate``). ``styles.py`` has styles for ``parallelize_module``.
-``placeholder.py`` has the stand-in for a tensor on ranks without it, ``sharded.py`` the tensor made of
-parts.
-"""
+"""Tensors over device meshes and groups: DTensor's utilities and costs, parallel styles, unequal parts."""
 
 from interlace.ops import local_tensor as local_tensor  # registers the ops
 from interlace.tensor.costs import (

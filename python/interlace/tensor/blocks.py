@@ -1,13 +1,12 @@
 """Blocks of a whole tensor, one per rank of a mesh: their positions, by arithmetic alone, and their moves.
 
 A block is the position of a rank's part in the whole, ``(start, length)`` along each dim. Several ranks may
-have the same block and hold replicas of it. Blocks are moved from one rank to all, from all to one, and
-summed; nothing here is recorded for backward.
+have the same block and hold replicas of it. Nothing here is recorded for backward.
 
-Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
-another; along ``Replicate()`` they hold the same. If several mesh dims shard one tensor dim, it is cut
-along the first of them, and each part along the next, as ``DTensor`` does. Lengths are free if the shards
-can be put together: ranks that hold the same part of a dim have the same length of it.
+Along a mesh dim of placement ``Shard(d)`` ranks hold parts of tensor dim d, one after another; along
+``Replicate()`` they hold the same. If several mesh dims shard one tensor dim, it is cut along the first of
+them, and each part along the next, as ``DTensor`` does. Ranks that hold the same part of a dim have the
+same length of it; otherwise lengths are free.
 """
 
 import itertools
@@ -40,7 +39,6 @@ def cut(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]:
-    """Return blocks of ``lengths`` along ``dim``, one after another."""
     starts = [0, *accumulate(lengths)]
     spans = [(0, length) for length in shape]
     return [
@@ -82,7 +80,7 @@ class CutTensor:
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return all ranks' blocks of ``whole``; an empty tensor for a rank without a block."""
-        return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
+        return [whole.new_empty(0) if block is None else cut(whole, block) for block in self.blocks]
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Return this rank's block of ``whole``, which is on ``root``; None if there is none."""
@@ -161,7 +159,6 @@ def coordinates(mesh_shape: Sequence[int]) -> list[Dims]:
 
 
 def _sharding(placements: Placements, dim: int) -> list[int]:
-    """Return the mesh dims that shard tensor dim ``dim``."""
     return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
 
 
@@ -185,7 +182,9 @@ def checked_placements(placements: object, mesh_ndim: int) -> Placements:
 
 def plain_form(placements: Placements) -> tuple[int | None, ...]:
     """Return the dims that are sharded, and None for a replica, in the form that ranks exchange."""
-    return tuple(each.dim if isinstance(each, Shard) else None for each in placements)
+    return tuple(
+        placement.dim if isinstance(placement, Shard) else None for placement in placements
+    )
 
 
 def of_plain_form(dims: Sequence[int | None]) -> Placements:
@@ -195,12 +194,12 @@ def of_plain_form(dims: Sequence[int | None]) -> Placements:
 def for_dims(placements: Placements, ndim: int) -> Placements:
     """Return ``placements`` with dims from 0; raise ValueError if a tensor of ``ndim`` lacks them."""
     found: list[Placement] = []
-    for each in placements:
-        if isinstance(each, Shard):
-            if not -ndim <= each.dim < ndim:
-                raise ValueError(f"placements: {each} does not fit a tensor with {ndim} dims")
-            each = Shard(each.dim % ndim)
-        found.append(each)
+    for placement in placements:
+        if isinstance(placement, Shard):
+            if not -ndim <= placement.dim < ndim:
+                raise ValueError(f"placements: {placement} does not fit a tensor with {ndim} dims")
+            placement = Shard(placement.dim % ndim)
+        found.append(placement)
     return tuple(found)
 
 

@@ -1,12 +1,9 @@
 """Measurement of collectives along each dimension of a mesh, and the lines that fit the times.
 
-Each dimension, op and size has warm-ups and then calls between barriers of all ranks. The time of a call is
-the time of its slowest rank; the median of the calls counts. All rows of a dimension run at the same time,
-as they do in training. Small and large messages are two *protocols*, each with its own line. The slope is
-the median of the slopes between all pairs of sizes (Theil-Sen), and the latency the median of the rest. The
-line of large messages begins where the lines cross, if that is between the sizes measured; otherwise it
-begins half-way on a scale of doublings. If noise hides the slope of small messages, they get the slope of
-large ones.
+All rows of a dimension run at the same time, as they do in training. Small and large messages are two
+*protocols*, each with its own line by Theil-Sen. The line of large messages begins where the lines cross,
+if that is between the sizes measured; otherwise it begins half-way on a scale of doublings. If noise hides
+the slope of small messages, they get the slope of large ones.
 """
 
 import datetime

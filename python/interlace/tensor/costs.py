@@ -1,28 +1,9 @@
 """Costs of collectives and redistributions on a device mesh, and the topology that they depend on.
 
-A topology has ranks, bandwidth and latency along each dimension. Its figures come from the first of these
-sources that exists::
-
-    given      bandwidth= and latency= of the caller
-    measured   this machine's file of ``python -m interlace calibrate``, if it has exactly this mesh
-    torch      the constants of ``torch.distributed.tensor``: NCCL's LL protocol on A100
-
-torch's figures are 87.7 GB/s and 0.6 us per hop within a host, 0.22 times that and 2.7 us between hosts,
-and 6.6 us for every collective. The number of devices of a host decides which dimensions cross hosts. A
-file has a line per op, dimension and protocol instead (``runtime/tuning/calibration.py``). The bandwidths
-and latencies that a measured topology shows are of its all_gather of large messages, in the same units.
-
-Costs are in microseconds, as in torch. They depend on n ranks on the dimension, B GiB, and the base, the
-latency per hop and the bandwidth of the topology::
-
-    all_gather      base + (n - 1) * latency + B * (n - 1) / n / bandwidth          B gathered
-    reduce_scatter  the same                                                        B before
-    all_reduce      base + 2 (n - 1) * latency + B * 2 (n - 1) / n / bandwidth
-    all_to_all      as all_gather: each rank sends n - 1 of the n parts of its B
-
-torch has no formula for all_to_all: from shard to shard it takes the cost of all_gather and 1 us more. For
-a measured topology the line of the op itself counts instead. ``redistribute_cost`` takes the steps that
-DTensor of the installed torch would take. A topology may be one of torch's own ``MeshTopoInfo``.
+docs/how-to/train/tensor.md has the formulas, in microseconds, and the sources of figures: the caller, a
+calibration of this machine, torch's constants. The number of devices of a host decides which dimensions
+cross hosts. A file of calibration has a line per op, dimension and protocol; the bandwidths and latencies
+that a measured topology shows are of its all_gather of large messages.
 """
 
 import math
@@ -155,10 +136,7 @@ Topology = MeshTopoInfo | utilities.MeshTopoInfo
 
 
 def interlace_topology(topo: Topology) -> MeshTopoInfo:
-    """Return ``topo`` as a MeshTopoInfo of interlace; torch's class of that name keeps its figures.
-
-    Raises TypeError for anything else.
-    """
+    """Return ``topo`` as a MeshTopoInfo of interlace; torch's class of that name keeps its figures."""
     if isinstance(topo, MeshTopoInfo):
         return topo
     if not isinstance(topo, utilities.MeshTopoInfo):
@@ -177,11 +155,11 @@ def _figures(name: str, value: Any, otherwise: list[float]) -> list[float]:
         raise ValueError(
             f"{name} has {len(figures)} figures, but the mesh has {len(otherwise)} dimensions: {figures}"
         )
-    for each in figures:
-        right = isinstance(each, (int, float)) and not isinstance(each, bool)
-        if not right or not 0 <= each < math.inf or (name == "bandwidth" and not each):
-            raise ValueError(f"{name} must be positive and finite, got {each!r} in {value!r}")
-    return [float(each) for each in figures]
+    for figure in figures:
+        right = isinstance(figure, (int, float)) and not isinstance(figure, bool)
+        if not right or not 0 <= figure < math.inf or (name == "bandwidth" and not figure):
+            raise ValueError(f"{name} must be positive and finite, got {figure!r} in {value!r}")
+    return [float(figure) for figure in figures]
 
 
 def _backend(mesh: DeviceMesh) -> str:
@@ -351,8 +329,8 @@ def redistribute_cost(
     gib = spec_to_bytes(current) / current.num_shards / GIB
     steps = _gen_transform_infos_non_cached if _are_we_tracing() else _gen_transform_infos
     cost = 0.0
-    for each in steps(current, target):
-        took, gib = _step(*each.src_dst_placements, topo, each.mesh_dim, gib)
+    for step in steps(current, target):
+        took, gib = _step(*step.src_dst_placements, topo, step.mesh_dim, gib)
         cost += took
     return cost
 

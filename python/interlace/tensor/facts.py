@@ -33,9 +33,8 @@ def exchange(
 ) -> list[Any]:
     """Return every rank's ``part``, by rank, with one small message before any tensor moves. Collective.
 
-    ``terms`` are pairs of a name and a value. Values that differ between ranks raise ValueError, or
-    TypeError if the name begins with "dtype". ``check`` gets all parts, and raises the same error on every
-    rank.
+    Values of ``terms`` that differ between ranks raise ValueError, or TypeError if the name begins with
+    "dtype". ``check`` gets all parts, and raises the same error on every rank.
     """
     call = Call(op, terms, part=part, match=check)
     parts: list[object] = []

@@ -1,29 +1,12 @@
 """Collectives along a dimension of a device mesh, padding of shards, and metadata that ranks compare.
 
 Signatures and semantics are as in ``torch/distributed/tensor/_collective_utils.py``, with these
-differences: meta tensors are traced, and ``group_src=None`` does what torch documents.
-``shard_dim_alltoall`` can be asynchronous, and moves only the data that a rank needs: 1/n-th of an
-all-gather followed by a chunk. Errors name the difference.
+differences: meta tensors are traced, ``group_src=None`` does what torch documents, and
+``shard_dim_alltoall`` can be asynchronous and moves only the data that a rank needs, 1/n-th of an
+all-gather followed by a chunk.
 
-``mesh`` is a DeviceMesh over any backend of torch.distributed, or over the ranks of ``interlace.run``.
-
-The file also has differentiable collectives of parts that differ in length along a dim.
-
-They move data like the ops in :mod:`interlace.ops.collectives.all_to_all`, and return tensors. Those get
-dtype, shape, lengths and whether gradients are required as arguments on all ranks; these ops exchange them
-in one small message before the tensors.
-
-=======================  ===============================================================================
-op                       gradient of its input
-=======================  ===============================================================================
-``scatter_v``            ``gather_v`` of the parts' gradients, to the source
-``gather_v``             ``scatter_v`` of the whole's gradient
-``all_gather_v``         reduce_scatter: the sum of all ranks' gradients of this rank's part
-``indexed_all_to_all_v`` all_to_all back, and ``index_add_``
-=======================  ===============================================================================
-
-A gradient is the gradient of the sum of all ranks' losses. If any rank's input requires one, backward is
-collective: every rank calls it on a result computed from its output. There are no second derivatives.
+The file also has differentiable collectives of parts that differ in length along a dim. They exchange
+dtype, shape, lengths and whether gradients are required in one small message (docs/how-to/train/uneven.md).
 """
 
 import functools
@@ -63,8 +46,6 @@ def _completed_work(op: str, tensor: torch.Tensor, async_op: bool) -> Work | Non
 
 
 class _Nowhere:
-    """The place of an op without communication."""
-
     rank, calls = 0, 0
 
 
@@ -285,8 +266,7 @@ def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bo
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
-    """Return ``tensor`` with ``pad_size`` more zeros at the end of ``pad_dim``; ``tensor`` itself if it is
-    0.
+    """Return ``tensor`` with ``pad_size`` more zeros at the end of ``pad_dim``; ``tensor`` if it is 0.
 
     Differentiable. Raises ValueError for a dimension that does not exist, or a negative size.
 
@@ -632,14 +612,14 @@ def indexed_all_to_all_v(
     parts: list[_Picked] = facts.exchange(communicator, op, terms, request, check)
     data = tensor.detach()
     picked = [each.to(device=data.device, dtype=torch.int64) for each in picked]
-    lengths = [each.counts[rank] for each in parts]
+    lengths = [part.counts[rank] for part in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = blocks.CutTensor(communicator, shape, data.dtype, blocks.along(shape, dim, lengths))
     result = whole.empty(shape)
     bits = blocks.bits(data)  # torch selects elements of some dtypes only
     sent = [bits.index_select(dim, each).view(data.dtype) for each in picked]
     in_rank(lambda: _all_to_all(communicator, (whole.parts(result), sent)))
-    if not any(each.requires_grad for each in parts):
+    if not any(part.requires_grad for part in parts):
         return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
@@ -675,7 +655,7 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
 
 
 def _check(dim: int, parts: list[_Picked]) -> None:
-    facts.check_equal_beside(dim, [each.shape for each in parts])
+    facts.check_equal_beside(dim, [part.shape for part in parts])
     for rank, receiver in enumerate(parts):
         for sender, other in enumerate(parts if receiver.matrix else ()):
             assert receiver.matrix is not None

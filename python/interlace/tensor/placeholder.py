@@ -1,14 +1,12 @@
 """A tensor that is on other ranks: shape, dtype and device, no data.
 
-An op whose result is on some ranks only returns a :class:`Placeholder` on the others. It has the shape,
-dtype and device of that result. It works like torch's meta tensors, on any device: arithmetic returns
-placeholders, with the shapes and dtypes that torch infers. An operation that needs values raises
-:class:`PlaceholderError`.
+It works like torch's meta tensors, on any device: arithmetic returns placeholders. An operation that needs
+values raises :class:`PlaceholderError`.
 
 Gradients: a placeholder that requires them has a node in the graph. So ``backward`` of a result computed
 from it reaches the op that it came from, which communicates in backward as well. A rank calls ``backward``
-where the ranks with the data do, with the same code; these gradients are placeholders. Tensors with data
-that are combined with a placeholder get no gradient from that, because the result is not computed here.
+where the ranks with the data do, with the same code. Tensors with data that are combined with a placeholder
+get no gradient from that, because the result is not computed here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,7 +158,9 @@ def _infer(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     if name in READING:
         raise first._refuse(name.strip("_"))
     _check_written(func, name, args, kwargs, first)
-    ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in placeholders))
+    ranks = tuple(
+        r for r in first.ranks if all(r in placeholder.ranks for placeholder in placeholders)
+    )
     device = first.device
     # keeps the meta tensor as well: an id is unique only while its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}

@@ -1,8 +1,4 @@
-"""A tensor in parts of any length on the ranks of a mesh.
-
-A :class:`ShardedTensor` holds this rank's part, and knows the position of every rank's part. It is not a
-tensor: compute with :meth:`ShardedTensor.to_local`, and wrap the result with :func:`from_local`.
-"""
+"""A tensor in parts of any length on the ranks of a mesh."""
 
 import functools
 from collections.abc import Sequence
@@ -42,7 +38,6 @@ class _Ranks:
     communicator: Communicator
 
     def row(self, mesh_dim: int) -> Group:
-        """Return the group along ``mesh_dim`` with the caller."""
         return (self.given, mesh_dim) if isinstance(self.given, DeviceMesh) else self.given
 
 
@@ -231,7 +226,6 @@ def _given_sharding(
     sizes: object,
     shape: Sequence[int] | None,
 ) -> MeshSharding:
-    """Return the sharding by ``sizes``, which this rank's ``local_shape`` shape must match."""
     rank = ranks.communicator.rank
     if sizes == "chunk":
         whole = list(local_shape if shape is None else shape)
@@ -320,7 +314,6 @@ def scatter(
 
 
 def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts) -> MeshSharding:
-    """Return the sharding of the source's tensor."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None
     placements = for_dims(placements, len(shape))

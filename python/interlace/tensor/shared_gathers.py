@@ -1,7 +1,7 @@
 """One gather for all linears that read the same sequence-sharded input: q, k and v, or w1 and w3.
 
-The first linear multiplies while it gathers, and its op also returns the gathered input. The others
-multiply the gathered input. In backward their gradients of it are added before one reduce-scatter::
+The first linear multiplies while it gathers, and its op also returns the gathered input ``X``. In backward
+the linears' gradients of ``X`` are added before one reduce-scatter::
 
     wq(x)   all_gather_matmul(x, Wq) -> q, X        wk(x)   X @ Wk        wv(x)   X @ Wv
 
@@ -9,10 +9,6 @@ multiply the gathered input. In backward their gradients of it are added before 
 has read ``X`` already, after a backward through the op, after ``x`` has changed, under another autocast or
 gradient mode, in another checkpointed region, and when activation checkpointing calls the linears again. So
 a forward and its recomputation run the same ops, and all ranks decide alike.
-
-:class:`Ungathered` is the input of a module for which a PrepareModuleInput asks for a gathered input. It
-looks like a replicated DTensor, but each rank has only its shard until an op reads it. From then on all ops
-read the gathered tensor.
 
 ``X`` must not refer back to ``x``, or both would live for ever. It does if ``x`` is a leaf that requires a
 gradient; for such leaves only the ``X`` of the last one of a thread is kept.
@@ -138,8 +134,9 @@ class _Later(torch.autograd.Function):
 class Ungathered(DTensor):
     """A replicated DTensor of which each rank has its shard until an op other than a linear reads it.
 
-    From then on the gathered tensor stands for it, in every mode, because an op may change it in place. Its
-    gradient leads to the gradient of the shard, where the gradients of linears and of other ops are added.
+    A module's input is one if a PrepareModuleInput asks for a gathered input. After the gather the gathered
+    tensor stands for it, in every mode, because an op may change it in place. Its gradient leads to the
+    gradient of the shard, where the gradients of linears and of other ops are added.
     """
 
     shard: DTensor
@@ -175,7 +172,6 @@ class Ungathered(DTensor):
         return read
 
     def whole(self, reader: str) -> DTensor:
-        """Return the gathered tensor, for the op ``reader``."""
         if self._gathered is None:
             self._say(reader)
             local = self.shard._local_tensor
@@ -214,15 +210,12 @@ class Ungathered(DTensor):
         """Ignore the shard's tensor, which DTensor's constructor sets."""
 
     def to_local(self, **options: Any) -> Tensor:
-        """Return the whole tensor."""
         return self.whole("to_local").to_local(**options)
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """Return the whole tensor."""
         return self.whole("full_tensor").full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """Redistribute the whole tensor."""
         return self.whole("redistribute").redistribute(*args, **options)
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -1,20 +1,8 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module`` with fused linears.
 
 Options, parameters and results are the ones of torch's styles of the same names, which are the base
-classes. The forward of an ``nn.Linear`` is one op of interlace in these cases:
-
-=================  ======================  =======================  ===========================
-style              input_layouts           output_layouts           forward
-=================  ======================  =======================  ===========================
-ColwiseParallel    Shard(sequence dim)     any                      all_gather_matmul
-RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduce_scatter
-RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
-=================  ======================  =======================  ===========================
-
-The gradient of its input uses the other op. Linears that read the same input share one gather
-(``shared_gathers.py``), also if a PrepareModuleInput replicates the input. All other cases run as in
-torch's style: layouts that are not in this table, lengths that the ranks do not divide, and subclasses of
-nn.Linear with another forward. :func:`explain` says what ran, and why.
+classes. docs/how-to/train/torchtitan.md lists the layouts with which an ``nn.Linear`` is one op of
+interlace. All other cases run as in torch's style.
 
 A style makes a :class:`FusedLinear` of an ``nn.Linear`` by setting its class, so parameters, hooks and
 state dict stay as they are. Gradients follow DTensor's rules: a replicated output has the same gradient on
@@ -95,9 +83,9 @@ class FusedLinear(nn.Linear):
             return output
         placement = Shard(found) if isinstance(found, int) else Replicate()
         whole = DTensor.from_local(output, style.mesh, (placement,), run_check=False)
-        if not as_wanted:
-            whole = whole.redistribute(placements=style.output_layouts, async_op=True)
-        return whole.to_local() if style.use_local_output else whole
+        return _prepare_output(
+            style.output_layouts, style.use_local_output, self, whole, style.mesh
+        )
 
     def explain(self) -> str:
         """Return a text: what the last forward ran, and why; before the first, what the layouts require."""
@@ -113,18 +101,16 @@ class FusedLinear(nn.Linear):
         prepared = torch_s._prepare_input_fn(
             style.input_layouts, style.desired_input_layouts, self, (input,), style.mesh
         )
-        output = nn.Linear.forward(self, prepared)
-        result: torch.Tensor = torch_s._prepare_output_fn(
+        output: Any = nn.Linear.forward(self, prepared)
+        return _prepare_output(
             style.output_layouts, style.use_local_output, self, output, style.mesh
         )
-        return result
 
     @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         """Return the local output and its layout. Raise Unfused before anything has run."""
 
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
-        """Return the local input and its layout."""
         style = self._style
         if input.dim() < 2:
             raise Unfused("the input has less than 2 dimensions")
@@ -144,7 +130,9 @@ class FusedLinear(nn.Linear):
     def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return local input, weight (k, n) and bias or None, in the dtype of autocast."""
         parameters: list[Any] = [self.weight, self.bias]
-        found: list[Any] = [None if each is None else each.to_local() for each in parameters]
+        found: list[Any] = [
+            None if parameter is None else parameter.to_local() for parameter in parameters
+        ]
         found = [input, *found]
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
@@ -155,10 +143,7 @@ class FusedLinear(nn.Linear):
 
 
 class ColwiseLinear(FusedLinear):
-    """Weight Shard(0), bias Shard(0): the matmul gathers an input that is sharded by sequence.
-
-    The first linear that reads the input gathers it; the others multiply the gathered input.
-    """
+    """Weight Shard(0), bias Shard(0): the matmul gathers an input that is sharded by sequence."""
 
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
@@ -269,7 +254,6 @@ def layout_of(placement: Placement) -> DimLayout:
 
 
 def from_start(layout: DimLayout, ndim: int) -> DimLayout:
-    """Return ``layout`` with a dimension counted from 0."""
     return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
@@ -297,6 +281,19 @@ def _even(name: str, length: int, dim: int, ranks: int) -> None:
         )
 
 
+def _prepare_output(
+    layouts: Placements, local: bool, _module: nn.Module, output: DTensor, _mesh: DeviceMesh
+) -> torch.Tensor:
+    """Return ``output`` in ``layouts``, as torch's styles do, but without an AsyncCollectiveTensor.
+
+    Such a tensor loses its history when a compiled module receives it: torch 2.13 then fails in
+    backward.
+    """
+    if output.placements != layouts:
+        output = output.redistribute(placements=layouts)
+    return output.to_local() if local else output
+
+
 class ColwiseParallel(torch_style.ColwiseParallel):
     """Shard an ``nn.Linear`` or ``nn.Embedding`` by its output features.
 
@@ -308,6 +305,8 @@ class ColwiseParallel(torch_style.ColwiseParallel):
     >>> ColwiseParallel(input_layouts=Shard(1))
     ColwiseParallel(input_layouts=(Shard(dim=1),), output_layouts=(Shard(dim=-1),), use_local_output=True)
     """
+
+    _prepare_output_fn = staticmethod(_prepare_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
@@ -321,13 +320,14 @@ class RowwiseParallel(torch_style.RowwiseParallel):
 
     Options as in torch: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
     ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
-    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
-    module.
+    scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``).
 
     >>> from torch.distributed.tensor import Shard
     >>> RowwiseParallel(output_layouts=Shard(1))
     RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=1),), use_local_output=True)
     """
+
+    _prepare_output_fn = staticmethod(_prepare_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
@@ -411,7 +411,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
             raise Unfused("the call is traced")
         if self.use_local_output:
             raise Unfused("use_local_output=True: the module gets no DTensor")
-        if not any(isinstance(each, ColwiseLinear) for each in self._module.modules()):
+        if not any(isinstance(module, ColwiseLinear) for module in self._module.modules()):
             raise Unfused("no linear inside has interlace's ColwiseParallel")
         shard = input
         if not isinstance(input, DTensor):

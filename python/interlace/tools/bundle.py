@@ -1,15 +1,9 @@
 """Build an op ahead of time: a directory with SASS, PTX and a manifest that says how to launch it.
 
-::
-
-    manifest.json                          see docs/reference/bundle-manifest.md; written last
-    load.py                                the loader, which needs no interlace
-    <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
-
 A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Values that could
 become wrong are not written by hand: arguments, sizes and resources come from this compilation
-(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings. The computations of
-launches are in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
+(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings.
+docs/reference/bundle-manifest.md describes the files.
 """
 
 import ast
@@ -39,24 +33,14 @@ from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.ops.attention.blocks import MERGED
 from interlace.ops.attention.decode import MOST_PIECES
-from interlace.ops.collectives.launch import (
-    BLOCK_WORDS,
-    EPOCHS_OFFSET,
-    MOST_PROGRAMS,
-    WORDS_OFFSET,
-)
+from interlace.ops.collectives.launch import BLOCK_WORDS, EPOCHS_OFFSET, MOST_PROGRAMS, WORDS_OFFSET
 from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
 from interlace.tools.catalogue.absent_group import KernelOptions as KernelOptions
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import (
-    Entry,
-    MatmulVariant,
-    entries,
-    signals,
-)
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant, entries, signals
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 
 # Not options of one build: the path has its own option, and the launch says how many programs.
@@ -386,11 +370,7 @@ def build_bundles(
     *,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile ``targets`` together and write their bundles; return a report per kernel.
-
-    If a report has problems, only directories are made. Raises ValueError naming an option, OSError
-    if a directory cannot be written.
-    """
+    """Compile ``targets`` together; if no report has problems, write their bundles."""
     entries = [target.entries() for target in targets]
     with contextlib.ExitStack() as stack:
         folders, stems = [], []
@@ -420,7 +400,6 @@ def loader() -> str:
 
 
 def _less_imports(module: types.ModuleType) -> tuple[str, str]:
-    """Return the docstring, and the text below it without imports of interlace."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)
     docstring, *nodes = ast.parse(source).body
@@ -442,15 +421,14 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
     entries = OPS[target.op].entries(arch, target.options)
-    if any(each.fixed.get("COPIERS") == 0 for each in entries):
+    if any(entry.fixed.get("COPIERS") == 0 for entry in entries):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # a configuration chosen by hand may spill
     by_hand = bool(target.options.overrides)
-    return [replace(each, default=each.default and not by_hand) for each in entries]
+    return [replace(entry, default=entry.default and not by_hand) for entry in entries]
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
-    """Return the kernels of one launch of the op, in order."""
     last = [each for each in signals(arch) if each.kernel == _LAST]
     return [*_mains(target, arch), *(last if OPS[target.op].finished else ())]
 
@@ -464,7 +442,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
     functions = bundle_formulas.OPS[target.op]
-    needed = _names(each.__code__ for each in functions.values()) - functions.keys()
+    needed = _names(function.__code__ for function in functions.values()) - functions.keys()
     needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
     protocol = (words if op.words else signal).__doc__
     layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
@@ -542,10 +520,9 @@ def _kernel(
 
 
 def _names(functions: Iterable[types.CodeType]) -> set[str]:
-    """Return all names in functions, and in functions within them."""
     found = set[str]()
     for code in functions:
-        within = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        within = (const for const in code.co_consts if isinstance(const, types.CodeType))
         found |= {*code.co_names} | _names(within)
     return found
 

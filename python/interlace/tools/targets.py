@@ -1,12 +1,9 @@
 """Targets of ``interlace verify``: every op with every algorithm, and the kernels that streams use.
 
-Ops whose name begins with "nodes." run on several nodes, two ranks to a node, with puts that store at once
-or as late as possible.
-
-A target is an SPMD function that has a few calls of an op in flight. So workspaces and slots are used again
-while some rank may be far behind. Tiles are small, so that a few elements make several tiles, programs and
-chunks. Arguments are the op's examples, algorithms are its record's, and ``Op.reference`` returns the right
-results. ``CALLS_OF`` lists exceptions; an op without an entry has a target all the same.
+Ops whose name begins with "nodes." run on several nodes, two ranks to a node. A target is an SPMD function
+that has a few calls of an op in flight. So workspaces and slots are used again while some rank may be far
+behind. Tiles are small, so that a few elements make several tiles, programs and chunks. Arguments are the
+op's examples, algorithms are its record's, and ``Op.reference`` returns the right results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +121,6 @@ def _same(result: Tensor, right: Tensor) -> bool:
 
 
 def _in_flight(group: Communicator, op: Op, calls: TargetCalls, count: int, algorithm: str) -> None:
-    """Run ``count`` calls of an op in flight."""
     calls, started = replace(calls, **calls.otherwise.get(algorithm, {})), []
     for number in range(count):
         calls_of = replace(calls, **calls.second) if number % 2 else calls
@@ -138,8 +134,6 @@ def _in_flight(group: Communicator, op: Op, calls: TargetCalls, count: int, algo
 
 
 def _algorithms(op: Op, calls: TargetCalls) -> dict[str, Callable[[], Any]]:
-    """Return the variants of a target, one for each algorithm."""
-
     def variant(algorithm: str) -> Callable[[], Any]:
         def on_rank() -> None:
             with configuration.override(**SMALL_TILES):
@@ -210,7 +204,6 @@ def _in_form(form: Callable[..., Any], *more: None) -> Begin:
 
 
 def _whole(rows: int) -> RowCounts:
-    """Return the same rows for all ranks."""
     return lambda size, call: [rows] + [0] * (size - 1)
 
 
@@ -414,7 +407,6 @@ def _node_target(op: str) -> VerifyTarget:
 
 
 def targets(ops: Mapping[str, Op]) -> dict[str, VerifyTarget]:
-    """Return targets by name: one for each op with algorithms, and those without an op."""
     kernels = "publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"
     of_kernels = {name: op for name, op in ops.items() if op.algorithms and name not in STANDS_FOR}
     return {

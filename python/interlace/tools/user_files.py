@@ -12,10 +12,7 @@ from interlace.runtime.compat.triton_launcher import driver_of
 def load_function(
     text: str, hint: Callable[[BaseException], str] = lambda error: ""
 ) -> Callable[..., Any]:
-    """Return the function of "path/to/file.py::function"; errors name the fault of the text or the file.
-
-    ``hint``: returns an addition for an error of the import.
-    """
+    """Return the function of "path/to/file.py::function"; errors name the fault of the text or the file."""
     path_text, _, name = text.partition("::")
     path = pathlib.Path(path_text)
     if not name or path.suffix != ".py":

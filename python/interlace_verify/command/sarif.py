@@ -40,12 +40,13 @@ Lines = Sequence[SourceText]
 
 
 def write(path: str, results: Sequence[JobResult]) -> None:
-    """Write a SARIF log of one run."""
     root = repository(pathlib.Path.cwd())
     found: dict[object, dict[str, Any]] = {}
     for each in (each for result in results for each in findings(result, root)):
-        if (told := found.setdefault(_cause(each), each)) is not each and "codeFlows" in each:
-            found[_cause(each)] = told if "codeFlows" in told else each
+        if (
+            first_result := found.setdefault(_cause(each), each)
+        ) is not each and "codeFlows" in each:
+            found[_cause(each)] = first_result if "codeFlows" in first_result else each
     texts = {f"races/{_id(kind)}": text for kind, text in KINDS.items()}
     texts |= {f"lint/{_id(rule)}": text for rule, text in RULES.items()} | OTHERS
     rules = {}
@@ -97,16 +98,16 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
     report, subject = result.report, _subject(result.subject)
 
     def make(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
-        every = (lines, *(each for each, _ in others), [subject])
-        own = next(filter(None, (location(each, root) for each in every)), {})
+        all_lines = (lines, *(each for each, _ in others), [subject])
+        subject_location = next(filter(None, (location(each, root) for each in all_lines)), {})
         places = (location(each, root, text) for each, text in others)
-        at = own.get("physicalLocation")
+        at = subject_location.get("physicalLocation")
         related = [place for place in places if place and place["physicalLocation"] != at]
         return {
             "ruleId": _id(rule),
             "level": "error",
             "message": {"text": f"{result.subject}, {result.check} {result.variant}\n{text}"},
-            "locations": [own],
+            "locations": [subject_location],
             "relatedLocations": [{"id": number, **each} for number, each in enumerate(related, 1)],
         }
 
@@ -114,8 +115,8 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         for finding in report.findings:
             signal = finding.signal
             ends = (signal.written, signal.seen) if signal else ()
-            every = (finding.first, finding.second, *ends)
-            others = [(access.lines, str(access)) for access in every if access]
+            accesses = (finding.first, finding.second, *ends)
+            others = [(access.lines, str(access)) for access in accesses if access]
             others += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
             at = finding.change[0] if finding.change else finding.second.lines
             yield make(f"races/{finding.kind}", str(finding), at, *others)

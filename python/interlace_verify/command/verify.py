@@ -1,7 +1,4 @@
-"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings.
-
-The page of ``--html`` shows findings as panels: schedules, with races and deadlocks in red.
-"""
+"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings."""
 
 import contextlib
 import json
@@ -78,20 +75,20 @@ class VerifyOptions(CommandOptions):
 
 def verify(console: Any, options: VerifyOptions) -> int:
     """Check ``options.target``; return 1 if there are findings or unchecked parts, otherwise 0."""
-    own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
-    if not own and "::" not in options.target:
+    is_shipped = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
+    if not is_shipped and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
         raise ValueError(f"{options.target}: must be a file.py::function or one of {known}")
     for name in ("ignore", "shims"):
-        if own and (given := getattr(options, name)):
-            raise ValueError(f"--{name} {given[0]} is for kernels of FILE.py, not {options.target}")
-    source = None if own else options.target.partition("::")[0]
+        if is_shipped and (names := getattr(options, name)):
+            raise ValueError(f"--{name} {names[0]} is for kernels of FILE.py, not {options.target}")
+    source = None if is_shipped else options.target.partition("::")[0]
     refuse_outputs({"--html": options.html, "--sarif": options.sarif}, {"the target": source})
-    plan, tell = _plan(options, own), Teller(console)
+    plan, tell = _plan(options, is_shipped), Teller(console)
     # output of the user's code must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     with quiet, installed(*options.shims), count_in_bar() as begin:
-        results = _run(options, plan, own, begin, None if options.json else tell)
+        results = _run(options, plan, is_shipped, begin, None if options.json else tell)
     if options.json:
         facts = {
             "target": options.target,
@@ -111,8 +108,8 @@ def verify(console: Any, options: VerifyOptions) -> int:
     return 1 if any(result.findings or result.refusals for result in results) else 0
 
 
-def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
-    plans = (suite.QUICK, suite.FULL) if own else (suite.QUICK_OWN, suite.FULL_OWN)
+def _plan(options: VerifyOptions, is_shipped: bool) -> CheckPlan:
+    plans = (suite.QUICK, suite.FULL) if is_shipped else (suite.QUICK_OWN, suite.FULL_OWN)
     default = plans[options.full]
     return CheckPlan(
         options.ranks or default.ranks,
@@ -127,10 +124,10 @@ def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
 
 
 def _run(
-    options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars, tell: "Teller | None"
+    options: VerifyOptions, plan: CheckPlan, is_shipped: bool, begin: Bars, tell: "Teller | None"
 ) -> list[JobResult]:
     target, count = options.target, None
-    if own:
+    if is_shipped:
         names = list(TARGETS) if target == "all" else [target] if target in TARGETS else []
         jobs, lint = suite.shipped_jobs(names, plan), partial(suite.lint_shipped, names, plan)
         if target in ("all", PROTOCOLS):
@@ -152,7 +149,7 @@ def _run(
         step()
 
     results = suite.run_jobs(jobs, on_done=finish)
-    if not own:
+    if not is_shipped:
         count = len(suite.launched_kernels(results)) * len(plan.arches)
         lint = partial(suite.lint_launches, target, results, plan)
     return results + lint(on_done=begin("compiling", count))
@@ -191,10 +188,10 @@ def render(console: Any, results: list[JobResult], tell: Teller | None = None) -
         console.print(escape(note), soft_wrap=True, highlight=False)
     count = sum(len(result.findings) for result in results)
     unchecked = sum(bool(result.refusals) for result in results)
-    said = [f"{count} finding{'s' * (count != 1)}."] * bool(count)
-    said += [f"{unchecked} not checked."] * bool(unchecked)
-    if said:
-        console.print(f"\n[red]{' '.join(said)}[/]")
+    summary = [f"{count} finding{'s' * (count != 1)}."] * bool(count)
+    summary += [f"{unchecked} not checked."] * bool(unchecked)
+    if summary:
+        console.print(f"\n[red]{' '.join(summary)}[/]")
     else:
         console.print(
             "[green]No findings.[/] The table shows how much was checked.", highlight=False
@@ -211,18 +208,20 @@ def _table(results: list[JobResult]) -> Any:
     checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
     for check in checks:
         counts = {result.count for result in results if result.check == check}
-        units = {_NUMBER.sub("", each.partition(",")[0]).removesuffix("s") + "s" for each in counts}
+        units = {
+            _NUMBER.sub("", count.partition(",")[0]).removesuffix("s") + "s" for count in counts
+        }
         title = "\n".join([check, *(f"[dim]{unit}[/]" for unit in units)])
         table.add_column(title, no_wrap=True, justify="right")
     table.add_column("CPU\n[dim]seconds[/]", justify="right", no_wrap=True)
     for subject in dict.fromkeys(result.subject for result in results):
-        mine = [result for result in results if result.subject == subject]
+        subject_results = [result for result in results if result.subject == subject]
         cells = []
         for check in checks:
-            done = [result for result in mine if result.check == check]
+            done = [result for result in subject_results if result.check == check]
             bad = sum(len(result.findings) for result in done)
             numbers = zip(*(_NUMBER.findall(result.count) for result in done), strict=False)
-            amount = " in ".join(f"{sum(map(int, each)):,}" for each in numbers)
+            amount = " in ".join(f"{sum(map(int, number)):,}" for number in numbers)
             if not done:
                 cells.append(Text("-", "dim"))
             elif bad:
@@ -231,7 +230,7 @@ def _table(results: list[JobResult]) -> Any:
                 cells.append(Text("not checked", "red"))
             else:
                 cells.append(Text(amount, "green"))
-        seconds = sum(result.seconds for result in mine)
+        seconds = sum(result.seconds for result in subject_results)
         table.add_row(Text(subject.rpartition("::")[2]), *cells, f"{seconds:.1f}")
     return table
 
@@ -264,7 +263,6 @@ def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None
 
 
 def panels(result: JobResult) -> Iterator[Panel]:
-    """Yield a panel for each finding of a job."""
     title, report = f"{result.subject.rpartition('::')[2]}, {result.variant}", result.report
     if isinstance(report, RaceReport):
         stories = {story.seed: story for story in report.stories}
@@ -295,14 +293,14 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
     """Return ``story`` with the accesses of ``finding`` in red, and the waits that were left at its end."""
     steps = []
     for step in story.steps:
-        who = "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
-        steps.append(((step.rank, who), step))
+        actor = "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
+        steps.append(((step.rank, actor), step))
     waits = [((wait.rank, wait.who), wait) for wait in story.blocked]
     lanes = sorted({lane for lane, _ in [*steps, *waits]})
     view, numbers = PageView(title, "steps", lanes), range(story.first, story.first + len(steps))
     accesses = () if finding is None else (finding.first, finding.second)
-    told = [each.step for each in accesses if each and each.step is not None]
-    red = [number for number in told if number in numbers]
+    step_numbers = [access.step for access in accesses if access and access.step is not None]
+    red = [number for number in step_numbers if number in numbers]
     for number, (lane, step) in enumerate(steps, story.first):
         word = step.text.partition(" ")[0]
         kind = "memory" if step.task == "memory" else EVENTS.get(word, "signal")
@@ -328,17 +326,19 @@ def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
     if kernel := re.match(r"the end of kernel (\w+)", wait.waiting_for):
         lanes = [
             n
-            for n, (r, who) in enumerate(view.lanes)
-            if r == wait.rank and who.startswith(kernel[1])
+            for n, (r, actor) in enumerate(view.lanes)
+            if r == wait.rank and actor.startswith(kernel[1])
         ]
     else:
         if named := re.match(r"ranks \[([\d, ]+)\]", wait.waiting_for):
             ranks = [int(each) for each in named[1].split(",")]
         lanes = [n for n, (rank, _) in enumerate(view.lanes) if rank in ranks]
     if not lanes:  # a word: the last event that accesses it
-        own = view.lanes.index((wait.rank, wait.who))
+        waiting_lane = view.lanes.index((wait.rank, wait.who))
         word = re.compile(re.escape(wait.waiting_for.partition(" and ")[0]) + r"(,| and )")
-        touched = [n for n, e in enumerate(view.events) if word.search(e.text) and e.lane != own]
+        touched = [
+            n for n, e in enumerate(view.events) if word.search(e.text) and e.lane != waiting_lane
+        ]
         return touched[-1:]
     last = {event.lane: number for number, event in enumerate(view.events) if event.lane in lanes}
     blocked = [number for number in last.values() if view.events[number].mark == "blocked"]

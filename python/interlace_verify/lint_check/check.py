@@ -1,12 +1,8 @@
 """Lint of compiled kernels: memory ordering, registers, tensor cores, without a GPU.
 
-:func:`lint` compiles a ``@triton.jit`` kernel in a worker process, for a GPU that need not be present, and
-reads the compiled code. :data:`RULES` lists the rules. A finding names the source line. The rules follow
-the PTX memory model (PTX ISA, "Memory Consistency Model") for Triton's lowering of ``tl.atomic_*``. Races
-of a protocol are found by ``interlace.verify.races``.
-
-A kernel is compiled for one signature, as one launch would compile it. Triton specialises on types,
-alignments and constants, so another launch may compile to other code: lint the form that you launch.
+The rules follow the PTX memory model (PTX ISA, "Memory Consistency Model") for Triton's lowering of
+``tl.atomic_*``. Triton specialises on types, alignments and constants, so another launch may compile to
+other code: lint the form that you launch.
 """
 
 import os
@@ -192,7 +188,6 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
 
 
 def _check_request(request: LintRequest) -> Compilation:
-    """Return ``request`` as a compilation, or raise an error for a wrong argument."""
     function = jitted_function(request.kernel)
     name = function.__name__
     if unknown := [rule for rule in request.ignore if rule not in RULES]:
@@ -248,16 +243,17 @@ def by_cause(reports: Sequence[LintReport]) -> list[LintReport]:
     forms = Counter(
         key for report in reports for key in {_cause(report, f) for f in report.findings}
     )
-    told = []
+    kept_reports = []
     for report in reports:
-        mine = {key: f for f in report.findings if forms[key := _cause(report, f)]}
-        others = {key: f" (and in {forms[key] - 1} more forms of it)" for key in mine}
+        first_findings = {key: f for f in report.findings if forms[key := _cause(report, f)]}
+        suffixes = {key: f" (and in {forms[key] - 1} more forms of it)" for key in first_findings}
         findings = (
-            replace(f, message=f.message + others[k] * (forms[k] > 1)) for k, f in mine.items()
+            replace(f, message=f.message + suffixes[k] * (forms[k] > 1))
+            for k, f in first_findings.items()
         )
-        told.append(replace(report, findings=tuple(findings)))
-        forms -= Counter(dict.fromkeys(mine, len(reports)))
-    return told
+        kept_reports.append(replace(report, findings=tuple(findings)))
+        forms -= Counter(dict.fromkeys(first_findings, len(reports)))
+    return kept_reports
 
 
 def _cause(report: LintReport, fault: Fault) -> tuple[str, ...]:
@@ -272,8 +268,8 @@ def _statement(where: SourceText) -> tuple[str, str]:
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
     """Return the request to lint ``launch`` for ``arch``. Raise TypeError or ValueError if it cannot be."""
     types, constexprs, divisible = specialise(launch.kernel, launch.arguments)
-    how = launch.num_warps, launch.num_stages, tuple(ignore)
-    request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
+    options = launch.num_warps, launch.num_stages, tuple(ignore)
+    request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *options)
     _check_request(request)
     return request
 
@@ -282,10 +278,8 @@ def specialisation(launch: KernelLaunch) -> str:
     """Return equal texts for launches that Triton compiles to the same code."""
     try:
         request = lint_request(launch, ANY_ARCH)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # an argument without a type for lint, which reports it later
+    except (TypeError, ValueError) as error:
+        # an argument without a type for lint, which reports it later
         return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
     parts = (request.signature, request.constexprs, request.divisible)
     compiled = (*parts, request.num_warps, request.num_stages)

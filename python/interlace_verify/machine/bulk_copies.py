@@ -3,19 +3,16 @@
 A copy happens at a time that the seed draws, between its start and the wait for it. A thread that reads
 earlier, or does not wait, may see the old values. A copy to shared memory ends at its mbarrier. A copy from
 shared memory belongs to a group. It has read its source after the wait with ``.read``. It is in global
-memory after the wait without it, or when the program ends. Observers see the whole copy at its start;
-``fences.py`` explains this.
+memory after the wait without it, or when the program ends. Observers see the whole copy at its start.
 
-Tensor maps: TMA's description of a tensor in global memory, and the places of a box's elements.
+A tensor map takes 128 bytes. NVIDIA does not document their meaning; here they are a :data:`MAP`. On a
+device ``tensormap.replace`` makes maps, on the host :func:`tensor_map`. Dimension 0 is the innermost.
+Elements of a box outside the tensor read as zeros or NaN, and are not stored.
 
-A map takes 128 bytes. NVIDIA does not document their meaning; here they are a :data:`MAP`. On a device
-``tensormap.replace`` makes maps, on the host :func:`tensor_map`. Dimension 0 is the innermost. Elements of
-a box outside the tensor read as zeros or NaN, and are not stored.
-
-The swizzle of tiles in shared memory: TMA and ``wgmma`` permute 16-byte pieces in the same way. Rows of 128
-bytes follow each other. In eight rows, each row has its pieces at other places, so that a column of pieces
-uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9. These are all three bits
-in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte mode.
+TMA and ``wgmma`` swizzle tiles in the same way: they permute 16-byte pieces, so that a column of pieces of
+eight rows of 128 bytes uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9.
+These are all three bits in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte
+mode.
 """
 
 import re
@@ -49,10 +46,10 @@ BULK, builds = builders()
 
 
 def swizzled(addresses: Array, nbytes: int, first_row: int = 0) -> Array:
-    """Return the swizzled places, in bytes, of ``addresses`` in shared memory (of any integer dtype).
+    """Return the swizzled places, in bytes, of ``addresses`` in shared memory.
 
-    ``nbytes``: the mode, 32, 64 or 128; 16 changes nothing. ``first_row``: the row of 128 bytes, modulo 8,
-    in which a pattern begins; 0 if it is aligned to its own size.
+    ``nbytes``: the mode; 16 changes nothing. ``first_row``: the row of 128 bytes, modulo 8, in which a
+    pattern begins; 0 if it is aligned to its own size.
     """
     kind = addresses.dtype.type
     rows = (addresses >> kind(7)) - kind(first_row)
@@ -96,7 +93,6 @@ class Box(NamedTuple):
 
     @property
     def places(self) -> Array:
-        """The indices of the elements in an array of all shared memory."""
         return self.offsets // (self.kind.bits // 8)
 
 
@@ -111,64 +107,72 @@ def tensor_map(
     fill: int = 0,
 ) -> bytes:
     """Return a tensor map: ``shape`` and ``box`` in elements, ``strides`` in bytes from dimension 1 on."""
-    made = np.zeros((), MAP)
+    descriptor = np.zeros((), MAP)
     rank = len(shape)
-    made["global_address"], made["rank"] = address, rank - 1
-    made["global_dim"][:rank], made["box_dim"][:rank] = shape, box
-    made["global_stride"][: rank - 1] = strides
-    made["element_stride"][:rank] = 1
-    made["elemtype"], made["swizzle_mode"], made["fill_mode"] = elemtype, swizzle, fill
-    return made.tobytes().ljust(NBYTES, b"\0")
+    descriptor["global_address"], descriptor["rank"] = address, rank - 1
+    descriptor["global_dim"][:rank], descriptor["box_dim"][:rank] = shape, box
+    descriptor["global_stride"][: rank - 1] = strides
+    descriptor["element_stride"][:rank] = 1
+    descriptor["elemtype"], descriptor["swizzle_mode"], descriptor["fill_mode"] = (
+        elemtype,
+        swizzle,
+        fill,
+    )
+    return descriptor.tobytes().ljust(NBYTES, b"\0")
 
 
 def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruction) -> Box:
-    """Return the box of a map at ``corner``, with its ``offset`` in shared memory."""
-    given = np.frombuffer(raw, MAP, 1)[0]
-    rank = int(given["rank"]) + 1
-    elemtype, mode = int(given["elemtype"]), int(given["swizzle_mode"])
+    descriptor = np.frombuffer(raw, MAP, 1)[0]
+    rank = int(descriptor["rank"]) + 1
+    elemtype, mode = int(descriptor["elemtype"]), int(descriptor["swizzle_mode"])
     known = rank == len(corner) and elemtype < len(ELEMENTS) and mode < len(SWIZZLES)
-    if not known or given["interleave_layout"]:
+    if not known or descriptor["interleave_layout"]:
         raise instruction.error(
             f"a tensor map of rank {rank}, element type {elemtype}, swizzle {mode} and interleave "
-            f"{given['interleave_layout']} is not known or not valid"
+            f"{descriptor['interleave_layout']} is not known or not valid"
         )
     named, span = TYPES[ELEMENTS[elemtype]], SWIZZLES[mode]
     kind = TYPES[f"b{named.bits}"]
     size = kind.bits // 8
-    _check(given, rank, size, span, offset, instruction)
-    steps = given["element_stride"][:rank].astype(np.int64)
-    counts = -(-given["box_dim"][:rank].astype(np.int64) // steps)
-    strides = [size, *given["global_stride"][: rank - 1].astype(np.int64).tolist()]
+    _check(descriptor, rank, size, span, offset, instruction)
+    steps = descriptor["element_stride"][:rank].astype(np.int64)
+    counts = -(-descriptor["box_dim"][:rank].astype(np.int64) // steps)
+    strides = [size, *descriptor["global_stride"][: rank - 1].astype(np.int64).tolist()]
     row = int(counts[0]) * size
     pitch = max(row, span) if mode else row
-    addresses = np.array(int(given["global_address"]), np.uint64)
+    addresses = np.array(int(descriptor["global_address"]), np.uint64)
     inside, offsets = np.array(True), np.array(offset, np.int64)
     for dim in range(rank):
         index = np.arange(counts[dim])
         at = corner[dim] + index * steps[dim]
-        inside = inside & ((at >= 0) & (at < int(given["global_dim"][dim]))).reshape(-1, *[1] * dim)
+        inside = inside & ((at >= 0) & (at < int(descriptor["global_dim"][dim]))).reshape(
+            -1, *[1] * dim
+        )
         addresses = addresses + (at * strides[dim]).astype(np.uint64).reshape(-1, *[1] * dim)
         step = size if dim == 0 else pitch * int(np.prod(counts[1:dim], initial=1))
         offsets = offsets + (index * step).reshape(-1, *[1] * dim)
     flat = swizzled(offsets.ravel(), span)
-    fill = _FILL.get(named.name, 0) if given["fill_mode"] else 0
+    fill = _FILL.get(named.name, 0) if descriptor["fill_mode"] else 0
     return Box(addresses.ravel(), inside.ravel(), flat, kind, named, fill)
 
 
 def _check(
-    given: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
+    descriptor: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
 ) -> None:
     """Raise an error for a map that TMA refuses or handles wrongly."""
-    row = int(given["box_dim"][0]) * size
-    base, strides = int(given["global_address"]), given["global_stride"][: rank - 1].tolist()
+    row = int(descriptor["box_dim"][0]) * size
+    base, strides = (
+        int(descriptor["global_address"]),
+        descriptor["global_stride"][: rank - 1].tolist(),
+    )
     wrong = {
         f"its base, address {base:#x}, is not a multiple of 16 bytes": base % 16,
         f"its strides, {strides} bytes, are not multiples of 16": any(s % 16 for s in strides),
         f"a row of a box has {row} bytes, which TMA does not take": row % 16
         or (span > 16 and row > span),
         f"a box begins at byte {offset} of shared memory, not at a multiple of 128": offset % 128,
-        f"a box is {given['box_dim'][:rank].tolist()}, which TMA does not take": not all(
-            1 <= each <= 256 for each in given["box_dim"][:rank].tolist()
+        f"a box is {descriptor['box_dim'][:rank].tolist()}, which TMA does not take": not all(
+            1 <= each <= 256 for each in descriptor["box_dim"][:rank].tolist()
         ),
     }
     found = [text for text, bad in wrong.items() if bad]
@@ -189,14 +193,11 @@ def build_tensor_map(instruction: Instruction) -> Action:
 
 
 def _replace(instruction: Instruction) -> Action:
-    """Replace a field of a map, which is a store to a word of the map."""
     instruction.flag("tile")
     fields: Any = MAP.fields
-    name = instruction.choose(*fields)
+    name = instruction.require("the field", fields)
     instruction.flag("b1024")
     kind = instruction.take_type(("b32", "b64"))
-    if name is None:
-        raise instruction.unknown(f"the field of '{instruction.opcode}'", fields)
     field, first = fields[name]
     if field.base.itemsize * 8 < kind.bits:
         raise instruction.error(f"'.{name}' has {field.base.itemsize * 8} bits")
@@ -309,8 +310,12 @@ def build_bulk(instruction: Instruction) -> Action:
         return lambda threads: None
     take_cache_hints(instruction)
     tensor = instruction.flag("tensor")
-    spaces = [each for each in instruction.qualifiers if re.match("global|shared", each)]
-    instruction.qualifiers = [each for each in instruction.qualifiers if each not in spaces]
+    spaces = [
+        qualifier for qualifier in instruction.qualifiers if re.match("global|shared", qualifier)
+    ]
+    instruction.qualifiers = [
+        qualifier for qualifier in instruction.qualifiers if qualifier not in spaces
+    ]
     if spaces and spaces[0] != "global" and instruction.flag("mbarrier::complete_tx::bytes"):
         return _load(instruction, tensor)
     if spaces != ["global", "shared::cta"] or not instruction.flag("bulk_group"):
@@ -327,13 +332,13 @@ def _box(
         at = address_of(instruction, operand, _LINE, 2)
         length = instruction.reader(rest.pop(0), TYPES["u32"])
 
-        def line(threads: Threads, which: int, offset: int) -> Box:
-            nbytes = int(threads.active(length(threads))[which])
+        def line(threads: Threads, index: int, offset: int) -> Box:
+            nbytes = int(threads.active(length(threads))[index])
             if nbytes % 16 or offset % 16:
                 raise instruction.error(f"{nbytes} bytes at byte {offset} are not multiples of 16")
             steps = np.arange(0, nbytes, kind.bits // 8)
             inside = np.ones(len(steps), np.bool_)
-            addresses = at(threads)[which] + steps.astype(np.uint64)
+            addresses = at(threads)[index] + steps.astype(np.uint64)
             return Box(addresses, inside, offset + steps, kind, kind, 0)
 
         return line
@@ -349,24 +354,18 @@ def _box(
     if len(reads) != int(rank[0]):
         raise instruction.error(f"'.{rank}' takes {rank[0]} coordinates")
 
-    def box(threads: Threads, which: int, offset: int) -> Box:
-        corner = [int(threads.active(read(threads))[which]) for read in reads]
-        raw = read_map(threads, int(threads.active(where(threads))[which]))
+    def box(threads: Threads, index: int, offset: int) -> Box:
+        corner = [int(threads.active(read(threads))[index]) for read in reads]
+        raw = read_map(threads, int(threads.active(where(threads))[index]))
         return box_of(raw, corner, offset, instruction)
 
     return box
 
 
-def _thread_numbers(threads: Threads) -> list[int]:
-    return [int(each) for each in threads.active(threads.numbers)]
-
-
 def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
-    """Return an action that runs ``action`` for each running thread alone."""
-
     def run(threads: Threads) -> None:
         mask = threads.mask
-        for thread in _thread_numbers(threads):
+        for thread in threads.active(threads.numbers).tolist():
             threads.mask = threads.numbers == thread
             action(threads, thread)
             threads.mask = mask
@@ -409,9 +408,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
 
 
 def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
-    name = instruction.choose(*REDUCTIONS) if reduces else None
-    if reduces and name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", REDUCTIONS)
+    name = instruction.require("the operation", REDUCTIONS) if reduces else None
     kind = _LINE
     if reduces and not tensor:
         instruction.flag("noftz")
@@ -482,7 +479,7 @@ def _stored(
 
 def _commit(threads: Threads) -> None:
     program: PtxProgram = threads.session
-    for thread in _thread_numbers(threads):
+    for thread in threads.active(threads.numbers).tolist():
         committed = program.bulk_groups.get(thread, 0)
         for store in program.bulk_stores:
             if store.access.thread == thread and store.group < 0:
@@ -499,7 +496,8 @@ def _wait(instruction: Instruction) -> Action:
 
     def wait(threads: Threads) -> None:
         program: PtxProgram = threads.session
-        for thread in _thread_numbers(threads) if program.bulk_stores else ():
+        numbers = threads.active(threads.numbers).tolist()
+        for thread in numbers if program.bulk_stores else ():
             last = program.bulk_groups.get(thread, 0) - left
             due = [
                 store

@@ -1,11 +1,9 @@
 """Programs of launches whose kernels are compiled for a GPU, or are PTX of any origin (:func:`launch_ptx`).
 
-Their PTX runs on this CPU.
-
 In the place ``ptx`` all programs are compiled; in ``sim`` only kernels whose threads differ
-(``choice.py``). The compiled code depends on the values that Triton specialises on. So a kernel is compiled
-once for all launches of a process that would share code on a GPU. A worker process compiles it
-(``compiler/pool.py``), and the code is kept for other processes (``compiler/kept.py``).
+(``choice.py``). A kernel is compiled once for all launches of a process that would share code on a GPU. A
+worker process compiles it (``compiler/pool.py``), and the code is kept for other processes
+(``compiler/kept.py``).
 """
 
 import functools
@@ -46,12 +44,7 @@ _read = functools.lru_cache(maxsize=256)(read)
 
 
 class PtxSource:
-    """PTX of any origin, as a kernel of launches in the place ``ptx``.
-
-    ``kernel`` names one of several kernels; ``block`` is the threads of a program, if the launch sets them.
-    ``shared_bytes`` of shared memory are added at launch to the memory that the text declares with a size.
-    Values are tensors, numbers or bytes in the order of the parameters; missing last values are 0.
-    """
+    """PTX of any origin, as a kernel of launches in the place ``ptx``, see :func:`launch_ptx`."""
 
     def __init__(
         self,
@@ -103,7 +96,6 @@ class PtxSource:
 
 
 def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterable[str]) -> None:
-    """Give the ``new`` ones of ``variables`` their initial values."""
     at = {name: tensor.data_ptr() for name, tensor in variables.items()} | {**kernel.pointers}
     for name in new:
         values = kernel.variables[name].filled(at.get)
@@ -126,8 +118,8 @@ class CompiledPrograms:
                 text = self._rewritten(kernel.name, kernel.text)
                 kernel = _read(text, kernel.name, kernel.block)
             names = [parameter.name for parameter in kernel.parameters]
-            made = program(kernel, source.shared_bytes, values, names, hooks, source.variables)
-            return made, kernel.threads
+            running = program(kernel, source.shared_bytes, values, names, hooks, source.variables)
+            return running, kernel.threads
         function = jitted_function(launch.kernel)
         parameters = inspect.signature(function).parameters
         arguments = {name: launch.arguments[name] for name in parameters}  # in the kernel's order
@@ -149,11 +141,15 @@ class CompiledPrograms:
         )
         measured = compile_request(function, request)
         kernel = _read(self._rewritten(launch.name, measured.ptx))
-        given = leaves(arguments)
+        arguments_by_path = leaves(arguments)
         maps, values, names = iter(measured.descriptors), [], []
         for path in (path for path, kind in types.items() if kind != "constexpr"):
-            descriptor = isinstance(given[path], TensorDescriptor)
-            more = _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
+            descriptor = isinstance(arguments_by_path[path], TensorDescriptor)
+            more = (
+                _taken_apart(arguments_by_path[path], next(maps, None))
+                if descriptor
+                else [arguments_by_path[path]]
+            )
             values += more
             names += [path] * len(more)
         nbytes = measured.scratch * math.prod(launch.extents)
@@ -166,10 +162,10 @@ class CompiledPrograms:
             if each.nbytes:
                 hooks.memory.of_tensor(each, hooks.current.rank)
         _begin(kernel, tables, tables)
-        made = program(
+        running = program(
             kernel, measured.shared, [*values, scratch], [*names, "scratch"], hooks, tables
         )
-        return made, kernel.threads
+        return running, kernel.threads
 
     def _rewritten(self, name: str, ptx: str) -> str:
         if self._rewrite is None:
@@ -204,8 +200,11 @@ def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None)
         return [base, *sizes, nan, int(descriptor.round_f32_to_tf32), *sizes]
     strides = [stride * base.element_size() for stride in descriptor.strides[-2::-1]]
     box, kind = of_map["block_size"][::-1], of_map["elem_type"]
-    how = {"swizzle": of_map["swizzle"], "fill": nan}
-    return [tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how), *sizes]
+    options = {"swizzle": of_map["swizzle"], "fill": nan}
+    return [
+        tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **options),
+        *sizes,
+    ]
 
 
 _measured: weakref.WeakKeyDictionary[object, dict[str, Measurement]] = weakref.WeakKeyDictionary()
@@ -217,12 +216,12 @@ def compile_request(function: Any, request: Compilation) -> Measurement:
     if (key := repr(request)) not in known:
         file = kept.file_of(request, function)
         known[key] = (file and kept.read(file)) or compile_one(request)
-    if (made := known[key]).error is not None:
-        place = f" at {made.where}" if made.where else ""
-        error = InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}{place}")
-        error.frames = made.where.frames
+    if (result := known[key]).error is not None:
+        place = f" at {result.where}" if result.where else ""
+        error = InterlaceError(f"{request.kernel} for sm_{request.arch}: {result.error}{place}")
+        error.frames = result.where.frames
         raise error
-    return made
+    return result
 
 
 def program(
@@ -359,11 +358,11 @@ def launch_ptx(
 
 
 def _block(threads: int | tuple[int, ...]) -> tuple[int, int, int]:
-    given = tuple(threads) if isinstance(threads, Iterable) else (threads,)
-    whole = all(isinstance(each, int) and each >= 1 for each in given)
-    if not whole or not 1 <= len(given) <= 3 or math.prod(given) > MOST_THREADS:
+    extents = tuple(threads) if isinstance(threads, Iterable) else (threads,)
+    whole = all(isinstance(each, int) and each >= 1 for each in extents)
+    if not whole or not 1 <= len(extents) <= 3 or math.prod(extents) > MOST_THREADS:
         raise ValueError(
             f"threads must be 1 to 3 whole numbers >= 1, at most {MOST_THREADS} in all, got {threads}"
         )
-    x, y, z = (*given, 1, 1)[:3]
+    x, y, z = (*extents, 1, 1)[:3]
     return x, y, z

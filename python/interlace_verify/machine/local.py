@@ -48,10 +48,10 @@ class ThreadMemory:
     ) -> Array:
         """Return the indices of elements in an array of all memory; each must be in its thread's part."""
         starts, size = threads.active(self.starts), kind.bits // 8
-        own = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
-        if own.size and (own.min() < 0 or own.max() + size > self.nbytes):
-            where = tuple(np.argwhere((own < 0) | (own + size > self.nbytes))[0])
-            offset = int(own[where])
+        offsets = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
+        if offsets.size and (offsets.min() < 0 or offsets.max() + size > self.nbytes):
+            where = tuple(np.argwhere((offsets < 0) | (offsets + size > self.nbytes))[0])
+            offset = int(offsets[where])
             offset -= (offset > _FARTHEST) << 32  # sums of 32-bit addresses may wrap around
             number = int(threads.active(threads.numbers)[where[0]])
             row = int(addresses[where] - self.base) // self._rows.shape[1]
@@ -68,11 +68,9 @@ class ThreadMemory:
         return (addresses - self.base) // np.uint64(size)
 
     def column(self, offset: int, kind: ScalarType) -> Array:
-        """Return one variable of every thread."""
         return self._rows.view(kind.raw)[:, offset // (kind.bits // 8)]
 
     def bytes_of(self, number: int, address: int, size: int) -> bytes:
-        """Return bytes of a thread's memory at a generic address."""
         offset = address - int(self.starts[number])
         if not 0 <= offset <= self.nbytes - size:
             raise ValueError(f"PTX: address {address:#x} is not in the memory of thread {number}")
@@ -82,16 +80,15 @@ class ThreadMemory:
         return self.bytes.view(kind.raw)
 
 
-def local_addresses(threads: Threads) -> Array:
-    """Return the start of each running thread's memory."""
-    return threads.active(threads.session.local.starts)
-
-
 def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
     """Build a load or a store of the running threads' memory."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
-    window = None if generic else local_addresses
+
+    def starts(threads: Threads) -> Array:
+        return threads.active(threads.session.local.starts)
+
+    window = None if generic else starts
     parts, kind, addresses = take_access(instruction, window=window)
 
     def get(threads: Threads, where: Array) -> Array:
@@ -100,9 +97,9 @@ def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
 
     def put(threads: Threads, where: Array, bits: Array) -> None:
         memory = threads.session.local
-        places, there = memory.places(threads, where, kind, instruction), memory.view(kind)
-        threads.session.changes += not (there[places] == bits).all()
-        there[places] = bits
+        places, memory_words = memory.places(threads, where, kind, instruction), memory.view(kind)
+        threads.session.changes += not (memory_words[places] == bits).all()
+        memory_words[places] = bits
 
     if instruction.mnemonic == "ld":
         return loading(instruction, parts, kind, addresses, get)
@@ -123,7 +120,7 @@ def build_parameter(instruction: Instruction) -> Action:
     vector, kind = take_accessed(instruction)
     instruction.finish(2)
     parts = take_parts(instruction, instruction.operands[0], vector)
-    writes = [instruction.writer(each, kind, wider=True) for each in parts]
+    writes = [instruction.writer(part, kind, wider=True) for part in parts]
     offset, size = instruction.literal(more.strip() or "0", TYPES["u32"]) or 0, kind.bits // 8
     if not offset and (instruction.parameters or {})[name] is not TYPES["b8"] and len(parts) == 1:
         (write,) = writes
@@ -145,7 +142,7 @@ def build_parameter(instruction: Instruction) -> Action:
 def _by_address(instruction: Instruction) -> Action:
     """Build an access whose register holds an address in the threads' memory or in a kernel parameter."""
     opcode = ".".join([instruction.mnemonic, *instruction.qualifiers])
-    own, kernels = (
+    local_action, kernels = (
         build(replace(instruction, opcode=opcode, operands=list(instruction.operands)))
         for build in (build_local, build_of_kernel)
     )
@@ -154,14 +151,13 @@ def _by_address(instruction: Instruction) -> Action:
 
     def load(threads: Threads) -> None:
         addresses = threads.active(where(threads))
-        action = kernels if is_of_kernel(threads, addresses).any() else own
+        action = kernels if is_of_kernel(threads, addresses).any() else local_action
         action(threads)
 
     return load
 
 
 def is_of_kernel(threads: Threads, addresses: Array) -> Array:
-    """Return which generic addresses are in array parameters of the kernel."""
     found = np.zeros(addresses.shape, np.bool_)
     for at, value in threads.session.arrays.items():
         found |= addresses - np.uint64(at) < np.uint64(len(value))

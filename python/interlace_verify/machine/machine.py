@@ -3,11 +3,8 @@
 A program starts as one group. If its threads branch apart, it becomes several groups; groups that meet at
 an instruction merge. The group that is furthest behind runs next (``module.py`` has the order), so that
 threads wait where their paths meet. A group in a loop that polls memory which others write lets the others
-run first. A barrier holds a group until all threads of the barrier have arrived. An instruction of a whole
-warp holds it until the warp has arrived, and a wait for an mbarrier until its phase is complete.
-
-In some intervals between barriers, which the seed draws for each block, warps run apart. Only a barrier
-merges them. So code that works only while warps happen to run together fails in some schedules.
+run first. In some intervals between barriers, which the seed draws for each block, warps run apart. Only a
+barrier merges them. So code that works only while warps happen to run together fails in some schedules.
 
 Other programs run only between accesses that the hooks see.
 
@@ -64,10 +61,7 @@ class Spins:
         self._task.seen.clear()
 
     def waits(self, polls: int) -> bool:
-        """After a round of a loop that will repeat unchanged, wait for its last ``polls`` words.
-
-        Return False if fewer words were read since memory last changed.
-        """
+        """Wait for the last ``polls`` words, if the round will repeat unchanged."""
         seen = self._task.seen
         if len(seen) < polls:
             return False
@@ -167,11 +161,7 @@ class _ThreadGroup:
 
 
 class PtxMachine:
-    """One program of ``kernel``.
-
-    ``parameters`` are values by name, ``variables`` addresses. ``dynamic_bytes`` is the dynamic shared
-    memory. ``origins``: the origins of the addresses in registers, by slot.
-    """
+    """One program of ``kernel``. ``variables`` are addresses; ``origins`` are by slot."""
 
     def __init__(
         self,
@@ -184,7 +174,7 @@ class PtxMachine:
         origins: Mapping[int, Any],
     ) -> None:
         self.kernel = kernel
-        count, there = kernel.threads, math.prod(kernel.block)
+        count, thread_count = kernel.threads, math.prod(kernel.block)
         nbytes = -(-(kernel.static_bytes + dynamic_bytes) // 16) * 16
         whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned as on the hardware
         skipped = -whole.ctypes.data % 128
@@ -204,10 +194,10 @@ class PtxMachine:
         )
         registers = list(kernel.registers)
         numbers = np.arange(count, dtype=np.uint32)
-        self.threads = Threads(self.program, registers, numbers, there, told_apart=True)
+        self.threads = Threads(self.program, registers, numbers, thread_count, told_apart=True)
         self.threads.heard = hooks.observed or hooks.buffers is not None
         self.step = kernel.steps[0]
-        self._groups = [_ThreadGroup(numbers < there, 0, there)]
+        self._groups = [_ThreadGroup(numbers < thread_count, 0, thread_count)]
         self._arrived: dict[int, int] = {}  # arrivals by number of a barrier
         self._random = self.program.draw
         self._spins = Spins(self.program, self.threads)
@@ -250,8 +240,8 @@ class PtxMachine:
         rounds = min(group.rounds for group in ready)
         order, teams = self.kernel.order, sorted({g.team for g in ready if g.rounds == rounds})
         team = teams[0] if len(teams) == 1 else self._random.choice(teams)
-        own = [group for group in ready if group.team == team]
-        return min(own, key=lambda group: (group.rounds, order[group.at]))
+        team_groups = [group for group in ready if group.team == team]
+        return min(team_groups, key=lambda group: (group.rounds, order[group.at]))
 
     def _perhaps_part(self) -> None:
         """At random, split a program that is one group into one group for each warp."""
@@ -286,9 +276,9 @@ class PtxMachine:
         """Run ``group`` until it waits, splits or ends, or comes to where others may run or join it."""
         threads, kernel = self.threads, self.kernel
         steps, registers = kernel.steps, threads.registers
-        others = [each for each in self._groups if each is not group]
-        alone = all(each.waits and each.until is None for each in others)
-        stops = {each.at for each in others} if alone else kernel.joins
+        other_groups = [each for each in self._groups if each is not group]
+        alone = all(other.waits and other.until is None for other in other_groups)
+        stops = {other.at for other in other_groups} if alone else kernel.joins
         whole = None if group.count == kernel.threads else group.mask
         at = group.at
         while True:
@@ -362,7 +352,7 @@ class PtxMachine:
                 each.looks = None
             body = self.kernel.steps[step.target : at]
             reads = [each for each in body if each.mnemonic in ("ld", "atom")]
-            self.step = next((each for each in reads if looks(each)), (reads or [step])[-1])
+            self.step = next((read for read in reads if looks(read)), (reads or [step])[-1])
             polls = self.kernel.polling.get(at, 0) if len(going) == 1 else 0
             if not (polls and self._spins.waits(polls)):
                 self._spins.over(self.kernel.name, step, looks=rounds_look)
@@ -398,8 +388,11 @@ class PtxMachine:
         if event == BLOCK_BARRIER:
             return self._meet(group, barriers)
         if event == ARRIVAL:
-            for number, count, mask in barriers:
-                self._arrive(number, count, mask)
+            for number, count, mask in barriers:  # threads do not wait for it
+                arrived = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
+                self._arrived[number] = arrived
+                self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
+                self._let_go(number, count)
         elif event == WARP_BARRIER:
             for numbers in tiles(self.step, self.threads, taken):
                 self.program.hooks.barrier(numbers)
@@ -409,10 +402,7 @@ class PtxMachine:
         return True
 
     def _meet(self, group: _ThreadGroup, barriers: Sequence[tuple[int, int, Any]]) -> bool:
-        """Let ``group`` arrive at barriers. Return whether it goes on, because one barrier is complete.
-
-        Threads at different barriers become different groups, and so do threads at no barrier.
-        """
+        """Let ``group`` arrive at barriers, and split if they differ. Return whether it goes on."""
         whole = len(barriers) == 1 and int(np.count_nonzero(barriers[0][2])) == group.count
         alone, at, parts = whole and len(self._groups) == 1, group.at, [group]
         if not whole:
@@ -437,32 +427,30 @@ class PtxMachine:
 
     def _one_by_one(self, number: int, count: int, mask: Numbers) -> list[tuple[int, int, Any]]:
         """If more threads arrive than a barrier takes, return one arrival per warp, in random order."""
-        there = sum(each.count for each in self._groups if each.barrier == (number, count))
-        there += self._arrived.get(number, 0)
-        if not count or there + np.count_nonzero(mask) <= count:
+        arrived_count = sum(
+            group.count for group in self._groups if group.barrier == (number, count)
+        )
+        arrived_count += self._arrived.get(number, 0)
+        if not count or arrived_count + np.count_nonzero(mask) <= count:
             return [(number, count, mask)]
         warps = self.threads.numbers // WARP
         found = [(number, count, mask & (warps == warp)) for warp in np.unique(warps[mask])]
         self._random.shuffle(found)
         return found
 
-    def _arrive(self, number: int, count: int, mask: Numbers) -> None:
-        """Note the arrival of threads at a barrier that they do not wait for."""
-        self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
-        self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
-        self._let_go(number, count)
-
     def _let_go(self, number: int, count: int) -> bool:
         """Release a barrier if it is complete; return whether it was. ``count`` 0: all live threads."""
-        there = [each for each in self._groups if each.barrier and each.barrier[0] == number]
-        here = sum(each.count for each in there)
+        waiting_groups = [
+            group for group in self._groups if group.barrier and group.barrier[0] == number
+        ]
+        here = sum(each.count for each in waiting_groups)
         arrived = self._arrived.get(number, 0)
-        if here + arrived < (count or sum(each.count for each in self._groups)):
+        if here + arrived < (count or sum(group.count for group in self._groups)):
             return False
-        if not there:  # all threads have arrived without waiting
+        if not waiting_groups:  # all threads have arrived without waiting
             del self._arrived[number]
             return True
-        self.threads.mask = np.logical_or.reduce([each.mask for each in there])
+        self.threads.mask = np.logical_or.reduce([each.mask for each in waiting_groups])
         hooks, numbers = self.program.hooks, self.threads.numbers[self.threads.mask]
         if self._arrived.pop(number, 0) or number == CLUSTER:
             if number != CLUSTER:  # there the arrival was reported before the wait
@@ -470,11 +458,11 @@ class PtxMachine:
             hooks.tell("on_phase", -1 - number)
             hooks.tell("on_awaited", -1 - number, numbers)
         else:
-            self.step = self.kernel.steps[there[0].at]
+            self.step = self.kernel.steps[waiting_groups[0].at]
             hooks.barrier(None if here == self.threads.block else numbers)
-        if (counted := there[0].counted) is not None:
+        if (counted := waiting_groups[0].counted) is not None:
             counted(self.threads)
-        for each in there:
+        for each in waiting_groups:
             each.waits, each.barrier, each.counted = False, None, None
             each.rounds = each.team = 0
             each.at += 1

@@ -1,9 +1,9 @@
 """PTX that warps execute as one on matrices: ``ldmatrix``, ``stmatrix``, ``mma``, ``wgmma``.
 
-The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. Here g and t are its
-groupID and threadID_in_group: lane = 4 g + t. All matrices follow one rule for 8 rows: lane (g, t) holds
-some neighbours in row g, starting at t times their number. It holds the same again in the next columns. The
-second factor of a product is held in the same way with its columns as rows.
+The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. All matrices follow one
+rule for 8 rows: lane 4 g + t holds some neighbours in row g, starting at t times their number. It holds the
+same again in the next columns. The second factor of a product is held in the same way with its columns as
+rows.
 
 Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n. Warp w of the four
 holds rows 16 w to 16 w + 15 of A and D in registers, as above. A may, and B must, be in shared memory,
@@ -20,9 +20,9 @@ pattern. The leading offset separates blocks along a line, the stride blocks bel
 transposed matrices without a swizzle it is the other way round.
 
 Each warp's part is computed when the warp waits for the group. Only then are shared memory, the factor in
-registers and the sums read. So all of them must stay unchanged until the wait. A thread that reads the sums
-earlier sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of
-floats, which wait first.
+registers and the sums read, so they must stay unchanged until then. A thread that reads the sums earlier
+sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of floats, which
+wait first.
 """
 
 import functools
@@ -102,9 +102,10 @@ def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
 
 
 def take_numbers(instruction: Instruction) -> list[str]:
-    """Take the types of sums and factors, in their order."""
     names = [name for name in instruction.qualifiers if name in NUMBERS]
-    instruction.qualifiers = [each for each in instruction.qualifiers if each not in names]
+    instruction.qualifiers = [
+        qualifier for qualifier in instruction.qualifiers if qualifier not in names
+    ]
     return names
 
 
@@ -220,7 +221,7 @@ def build_matrix_product(instruction: Instruction) -> Action:
     reads = [[instruction.reader(each, register) for each in part] for part in (a, b, c)]
 
     def product(threads: Threads) -> None:
-        first, second, before = (bits_of_warps(threads, each) for each in reads)
+        first, second, before = (bits_of_warps(threads, read) for read in reads)
         rows = rows_of(numbers_of(first, left), eights, packed)
         columns = rows_of(numbers_of(second, right), 1, packed)
         sums = matrix_product(rows, columns.swapaxes(1, 2)) + sums_of(before, total, eights)
@@ -274,8 +275,8 @@ def _build_product(instruction: Instruction) -> Action:
     d, a, b, scale, *immediate = instruction.operands
     from_registers = a.startswith("{")
     literals = [instruction.literal(each, TYPES["s32"]) for each in immediate]
-    signs = [-1 if each == TYPES["s32"].bits_of(-1) else 1 for each in literals[:2]] or [1, 1]
-    turned = [False] * from_registers + [each == 1 for each in literals[2:]] + [False, False]
+    signs = [-1 if literal == TYPES["s32"].bits_of(-1) else 1 for literal in literals[:2]] or [1, 1]
+    turned = [False] * from_registers + [literal == 1 for literal in literals[2:]] + [False, False]
     if None in literals or len(literals) not in (0, 2, 4 - from_registers):
         raise instruction.error("scales and transpositions must be whole numbers")
     if any(turned) and NUMBERS[left].bits != 16:
@@ -284,13 +285,13 @@ def _build_product(instruction: Instruction) -> Action:
     of_sums = columns // (4 if total in PACKED_SUMS else 2)
     if len(results) != of_sums or len(instruction.parts(a)) != (4 if from_registers else 1):
         raise instruction.error(f"'{instruction.opcode}' has a wrong number of registers")
-    slots = [instruction.register(each).slot for each in results]
-    writes = [instruction.active_writer(each, word) for each in results]
-    sums = [instruction.reader(each, word) for each in results]
+    slots = [instruction.register(result).slot for result in results]
+    writes = [instruction.active_writer(result, word) for result in results]
+    sums = [instruction.reader(result, word) for result in results]
     adds = _truth(instruction, scale)
     second = instruction.reader(b, TYPES["b64"])
     if from_registers:
-        factors = [instruction.reader(each, word) for each in instruction.parts(a)]
+        factors = [instruction.reader(part, word) for part in instruction.parts(a)]
     else:
         first = instruction.reader(a, TYPES["b64"])
     packed = 32 // NUMBERS[left].bits
@@ -313,9 +314,9 @@ def _build_product(instruction: Instruction) -> Action:
                 rows = rows.reshape(-1, 4, 16, rows.shape[-1])[
                     np.arange(len(lanes)), lanes // WARP % 4
                 ]
-            others = _matrix(threads, of_b[lanes], columns, right, turned[1])
+            transposed_columns = _matrix(threads, of_b[lanes], columns, right, turned[1])
             before = sums_of(bits_of_warps(threads, sums), total, 2)
-            found = signs[0] * signs[1] * matrix_product(rows, others.swapaxes(1, 2))
+            found = signs[0] * signs[1] * matrix_product(rows, transposed_columns.swapaxes(1, 2))
             found = found + np.where(added[lanes][:, None, None], before, 0)
             registers = registers_of(found, total, clamps)
             for index, write in enumerate(writes):
@@ -331,7 +332,7 @@ def _build_product(instruction: Instruction) -> Action:
 def build_sum(instruction: Instruction) -> Action:
     """Build arithmetic that first waits for a pending sum, as assemblers do."""
     action, known = ARITHMETIC[instruction.mnemonic](instruction), instruction.registers
-    sources = [known[each].slot for each in instruction.operands[1:] if each in known]
+    sources = [known[operand].slot for operand in instruction.operands[1:] if operand in known]
     if not _OF_FLOATS.search(instruction.opcode):
         return action
 
@@ -347,14 +348,11 @@ def build_sum(instruction: Instruction) -> Action:
 
 
 def build_move(instruction: Instruction) -> Action:
-    """Build a copy that is repeated if its source is a pending sum, after the sum is computed.
-
-    Compilers write such copies before the wait, and assemblers know which sums are pending.
-    """
+    """Build a copy that is repeated if its source is a pending sum: compilers copy before the wait."""
     action, known = MOVES["mov"](instruction), instruction.registers
     targets, sources = (
-        [known[part].slot for part in instruction.parts(each) if part in known]
-        for each in instruction.operands
+        [known[part].slot for part in instruction.parts(operand) if part in known]
+        for operand in instruction.operands
     )
 
     def move(threads: Threads) -> None:
@@ -382,10 +380,7 @@ def _truth(instruction: Instruction, operand: str) -> Reader:
 
 @functools.lru_cache(maxsize=256)
 def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
-    """Return bytes from the start to each of (rows, 32 / size) numbers, before the swizzle.
-
-    ``descriptor`` has no start; a number has ``size`` bytes. ``turned``: neighbours are in a column.
-    """
+    """Return bytes from the start to each of (rows, 32 / size) numbers, before the swizzle."""
     leading, stride = ((descriptor >> shift & 0x3FFF) * 16 for shift in (16, 32))
     width = _SWIZZLES[descriptor >> 62]
     row, byte = np.arange(rows)[:, None], np.arange(0, 32, size)[None, :]
@@ -398,7 +393,6 @@ def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
 
 
 def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
-    """Return the offsets of (rows, k) numbers in shared memory."""
     offsets = _offsets(descriptor & ~0x3FFF, rows, NUMBERS[name].bits // 8, turned)
     places = offsets + ((descriptor & 0x3FFF) << 4)
     return swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from interlace_verify.machine.shared import (
+    AsyncWork,
     PtxProgram,
     groups_of,
     put_shared,
@@ -31,10 +32,7 @@ _WORD, _STATE = TYPES["b32"], TYPES["b64"]
 
 @dataclass(eq=False)
 class MBarrier:
-    """An mbarrier: ``count`` arrivals per phase, ``pending`` in this one, and ``bytes`` still to come.
-
-    ``copies``: actions that bring the bytes and have not finished.
-    """
+    """An mbarrier of ``count`` arrivals per phase. ``copies`` are actions that bring ``bytes``."""
 
     address: int
     count: int
@@ -126,14 +124,18 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
     at = _target(instruction, index=int(arrives))
     instruction.finish(*((3,) if arrives and expects else (2, 3)))
     counts_one = len(instruction.operands) == 2 and arrives
-    given = None if counts_one else instruction.reader(instruction.operands[-1], _WORD)
+    read_count = None if counts_one else instruction.reader(instruction.operands[-1], _WORD)
     put = instruction.active_writer(instruction.operands[0], _STATE) if arrives else None
 
     def arrive(threads: Threads) -> None:
         program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         numbers = threads.active(threads.numbers).tolist()
-        counts = [1] * len(numbers) if given is None else threads.active(given(threads)).tolist()
+        counts = (
+            [1] * len(numbers)
+            if read_count is None
+            else threads.active(read_count(threads)).tolist()
+        )
         if put is not None:
             put(threads, np.array([each.phase for each in mbarriers], np.uint64))
         for mbarrier, thread, count in zip(mbarriers, numbers, counts, strict=True):
@@ -148,10 +150,7 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
 
 
 def build_arrival_of_copies(instruction: Instruction) -> Action:
-    """Build ``cp.async.mbarrier.arrive``: threads arrive when their earlier copies are done.
-
-    This happens at once, or as late as a thread waits for it.
-    """
+    """Build ``cp.async.mbarrier.arrive``: threads arrive when their earlier copies are done."""
     for name in ("async", "mbarrier", "arrive"):
         instruction.flag(name)
     expected = instruction.flag("noinc")
@@ -163,31 +162,24 @@ def build_arrival_of_copies(instruction: Instruction) -> Action:
         mbarriers = _mbarriers(threads, at(threads))
         groups = groups_of(threads, "cp.async")
         for mbarrier in {id(each): each for each in mbarriers}.values():
-            those = everyone.copy()
-            those[everyone] = [each is mbarrier for each in mbarriers]
-            numbers = threads.numbers[those]
+            lanes = everyone.copy()
+            lanes[everyone] = [each is mbarrier for each in mbarriers]
+            numbers = threads.numbers[lanes]
             if not expected:
                 mbarrier.pending += len(numbers)
-            arrival = functools.partial(
-                _arrive,
-                threads,
-                mbarrier,
-                those,
-                functools.partial(groups.finish, threads, groups.started(), those),
-            )
+            arrival = functools.partial(finish, threads, mbarrier, lanes, groups.started())
             if program.draw.random() < AT_ONCE:
                 arrival()
             else:
                 mbarrier.copies.append(arrival)
 
+    def finish(threads: Threads, mbarrier: MBarrier, those: Array, copies: list[AsyncWork]) -> None:
+        groups_of(threads, "cp.async").finish(threads, copies, those)
+        numbers = threads.numbers[those]
+        threads.session.hooks.arrival(mbarrier.address, numbers)
+        mbarrier.arrived(threads.session, len(numbers))
+
     return arrive
-
-
-def _arrive(threads: Threads, mbarrier: MBarrier, those: Array, finish: Callable[[], None]) -> None:
-    finish()
-    numbers = threads.numbers[those]
-    threads.session.hooks.arrival(mbarrier.address, numbers)
-    mbarrier.arrived(threads.session, len(numbers))
 
 
 def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
@@ -218,9 +210,9 @@ def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
         write(threads, whole)
         numbers = threads.active(threads.numbers)
         for mbarrier in {id(m): m for m in mbarriers}.values() if acquires else ():
-            those = np.array([each is mbarrier for each in mbarriers]) & done
-            if those.any():
-                program.hooks.tell("on_awaited", mbarrier.address, numbers[those])
+            lanes = np.array([each is mbarrier for each in mbarriers]) & done
+            if lanes.any():
+                program.hooks.tell("on_awaited", mbarrier.address, numbers[lanes])
         return None
 
     return wait

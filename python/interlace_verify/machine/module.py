@@ -89,16 +89,13 @@ class PtxKernel:
     def registers(self) -> list[Array]:
         """The initial registers of every program. They are not written: a change makes a new array."""
         zeros = {kind: np.zeros(self.threads, kind) for kind in self.kinds}
-        for each in zeros.values():
-            each.flags.writeable = False
+        for zero in zeros.values():
+            zero.flags.writeable = False
         return [zeros[kind] for kind in self.kinds]
 
 
 def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
-    """Read a kernel of a module; ``name`` None: the only one. ``block``: the launch's threads.
-
-    Raises InlineAssemblyError for an instruction that is not known or that the text's target does not have.
-    """
+    """Read a kernel of a module; ``name`` None: the only one. ``block``: the launch's threads."""
     module, target = read_text(ptx), target_of(ptx)
     if not target:
         raise InlineAssemblyError("PTX: the text has no .target, such as '.target sm_80'")
@@ -109,7 +106,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
     symbols, static_bytes = _shared_symbols([*variables.values(), *_shared_in(reached)])
     variables = {n: each for n, each in variables.items() if each.space != "shared"}
     symbols |= {n: Symbol(each.space, 0, each.nbytes or 0) for n, each in variables.items()}
-    kinds = {each.name: each.kind for each in kernel.parameters}
+    kinds = {parameter.name: parameter.kind for parameter in kernel.parameters}
     pointed_to = sorted(module.pointed_to(reached))
     pointers = {name: 16 * number for number, name in enumerate(pointed_to, 1)}
     parser = Parser([], symbols, kinds, module.functions, pointers)
@@ -160,9 +157,11 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
 
 
 def _block(kernel: PtxFunction, block: Block | None) -> Block:
-    """Return the number of threads of a program, from the launch or from the text."""
-    said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
-    exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
+    declared = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
+    exact, most = (
+        tuple(map(int, declared[directive])) if directive in declared else None
+        for directive in ("req", "max")
+    )
     wanted = block or exact or most
     if wanted is None:
         raise ValueError(f"{kernel.name} does not say how many threads it has: pass threads")
@@ -189,11 +188,12 @@ def _take_guesses(steps: Sequence[Instruction]) -> None:
         address, guess = swap.operands[1:3]
         end = next((i for i in range(at, len(steps)) if 0 <= steps[i].target <= at), at)
         named = re.compile(re.escape(guess) + r"(?!\w)")
-        own = swap.registers.get(guess)
+        guessed_register = swap.registers.get(guess)
         users = [
             i
             for i, step in enumerate(steps)
-            if named.search(" ".join(step.operands)) and step.registers.get(guess) is own
+            if named.search(" ".join(step.operands))
+            and step.registers.get(guess) is guessed_register
         ]
         load = steps[users[0]]
         plain = load.mnemonic == "ld" and not {*_ORDERED} & {*load.qualifiers}
@@ -203,7 +203,7 @@ def _take_guesses(steps: Sequence[Instruction]) -> None:
             and users[-1] <= end
             and load.operands[1] == address
         ):
-            scope = next((each for each in swap.qualifiers if each in SCOPES), "gpu")
+            scope = next((qualifier for qualifier in swap.qualifiers if qualifier in SCOPES), "gpu")
             load.qualifiers[:0] = ["relaxed", scope]
 
 
@@ -264,7 +264,7 @@ def _shared_symbols(variables: Iterable[Variable]) -> tuple[dict[str, Symbol], i
     """Return symbols of shared memory by name, those without a size last, and the bytes of the others."""
     symbols: dict[str, Symbol] = {}
     end = 0
-    of_shared = [each for each in variables if each.space == "shared"]
+    of_shared = [variable for variable in variables if variable.space == "shared"]
     for each in sorted(of_shared, key=lambda each: each.nbytes is None):
         if each.name in symbols:
             raise InlineAssemblyError(f"PTX: '{each.name}' is in shared memory twice")
@@ -289,10 +289,7 @@ def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
 
 
 def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
-    """Return the number of polls in a loop that ends here, if its rounds depend only on them; otherwise 0.
-
-    Such a loop has no branches inside, reads no clock, and carries no register from one round to the next.
-    """
+    """Return the number of polls in a loop that ends here, if its rounds depend only on them."""
     if not 0 <= target <= index:
         return 0
     polls, written, carried = 0, set[int](), set[int]()
@@ -340,20 +337,17 @@ INDEX = 1 << 31  # a smaller number moves an address within a tensor
 def sources(
     steps: Sequence[Instruction], kinds: Sequence[Any], computing: frozenset[str]
 ) -> dict[int, frozenset[str]]:
-    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources.
-
-    ``kinds``: the dtypes of the slots; ``computing``: instructions that compute from registers alone.
-    """
+    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources."""
     sizes = [kind.itemsize for kind in kinds]  # 1 for a predicate
     found: list[set[str]] = [set() for _ in kinds]
     moves = []
     for step in steps:
-        given = _given(step, sizes, computing)
-        reads = [slot for slot in step.reads if sizes[slot] > 1] if given is None else []
+        known_source = _given(step, sizes, computing)
+        reads = [slot for slot in step.reads if sizes[slot] > 1] if known_source is None else []
         for target in step.writes:
-            if given is not None and sizes[target] == WIDE:
-                found[target].add(given)
-            elif given is None and sizes[target] > 1:
+            if known_source is not None and sizes[target] == WIDE:
+                found[target].add(known_source)
+            elif known_source is None and sizes[target] > 1:
                 moves.append((found[target], [found[slot] for slot in reads]))
     changed = True
     while changed:

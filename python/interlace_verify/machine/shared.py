@@ -4,9 +4,8 @@ Shared memory of a program is memory of this process. Observers see its addresse
 they find a missing barrier. They see the store of an asynchronous copy twice, at its start and at its end:
 between the two no other thread may use that memory.
 
-Threads commit asynchronous work in groups and wait for the groups. A wait is for one kind of work only.
-Work is done as late as possible, when its thread waits for its group. A thread that reads earlier, or does
-not wait, sees the old values.
+Threads commit asynchronous work in groups. Work is done as late as possible, when its thread waits for its
+group. A thread that reads earlier, or does not wait, sees the old values.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,32 +73,32 @@ class AsyncGroups:
         return self._work[-1]
 
     def commit(self, threads: Threads) -> None:
-        those = threads.everyone()
+        lanes = threads.everyone()
         for work in self._work:
-            work.group = np.where(those & (work.group < 0), self._committed, work.group)
-        self._committed[those] += 1
+            work.group = np.where(lanes & (work.group < 0), self._committed, work.group)
+        self._committed[lanes] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
         """Do all but the last ``left`` groups of these threads."""
-        those, last = threads.everyone(), self._committed - left
-        self._perform(threads, [(w, those & (w.group >= 0) & (w.group < last)) for w in self._work])
+        lanes, last = threads.everyone(), self._committed - left
+        self._perform(threads, [(w, lanes & (w.group >= 0) & (w.group < last)) for w in self._work])
 
     def reach(self, threads: Threads, last: AsyncWork) -> None:
         """Do ``last``, and all work started before it, for the warps of these threads."""
-        those = np.repeat(threads.everyone().reshape(-1, WARP).any(axis=1), WARP)
-        self._perform(threads, [(w, those) for w in self._work[: self._work.index(last) + 1]])
+        lanes = np.repeat(threads.everyone().reshape(-1, WARP).any(axis=1), WARP)
+        self._perform(threads, [(w, lanes) for w in self._work[: self._work.index(last) + 1]])
 
     def started(self) -> list[AsyncWork]:
         return list(self._work)
 
-    def finish(self, threads: Threads, works: list[AsyncWork], those: Array) -> None:
-        """Do the part of ``works`` that ``those`` threads have started and that is not done."""
-        self._perform(threads, [(work, those) for work in works])
+    def finish(self, threads: Threads, works: list[AsyncWork], lanes: Array) -> None:
+        """Do the part of ``works`` that ``lanes`` threads have started and that is not done."""
+        self._perform(threads, [(work, lanes) for work in works])
 
     def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
         before = threads.mask
-        for work, those in chosen:
-            due = those & work.pending
+        for work, lanes in chosen:
+            due = lanes & work.pending
             if due.any():
                 threads.mask, work.pending = due, work.pending & ~due
                 for action in (work.perform, *work.copies):
@@ -129,11 +128,7 @@ SHARED, builds = builders()
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """The state that the threads of one program share.
-
-    ``groups``: asynchronous work by kind; ``unsettled``: by register, the work that will write it.
-    ``arrays``: parameters that are arrays, by address. ``variables``: addresses of the module's variables.
-    """
+    """The state of the threads of one program. ``unsettled``: by register, the work that will write it."""
 
     hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
@@ -159,7 +154,6 @@ class PtxProgram(PtxSession):
         return int(self.shared.ctypes.data)
 
     def view(self, kind: ScalarType) -> Array:
-        """Return its shared memory as an array of ``kind``'s bits."""
         return self.shared.view(kind.raw)
 
     def offsets(self, addresses: Array, size: int) -> Array:
@@ -178,14 +172,13 @@ class PtxProgram(PtxSession):
         result = perform()
         offsets = atomic.pointers.data - np.uint64(self.base)
         bits = result.data.view(f"u{result.data.itemsize}")
-        there = self.shared.view(bits.dtype)[offsets // np.uint64(result.data.itemsize)]
-        self.changes += not np.array_equal(there, bits)
+        memory_words = self.shared.view(bits.dtype)[offsets // np.uint64(result.data.itemsize)]
+        self.changes += not np.array_equal(memory_words, bits)
         if self.hooks.observed or atomic.releases:
             self.hooks.shared_atomic(atomic, result)
         return result
 
     def next_in(self, queue: object, thread: int) -> AsyncAccess:
-        """Return the next access of ``thread`` in a queue."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)
 
@@ -205,18 +198,15 @@ def _touch(
     bits: Array | None = None,
     constant: bool = False,
 ) -> Array:
-    """Report an access to observers; return its offsets. ``constant``: all threads store the same value.
-
-    ``bits``: the stored bits; the memory may already hold them.
-    """
+    """Report an access to observers; return its offsets. ``constant``: all threads store the same value."""
     program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         pointers = pointers_of(threads, addresses, kind, lanes)
         pointers.shared = True
         if bits is not None:
-            there = program.view(kind)[offsets // (kind.bits // 8)]
-            pointers.unchanged, pointers.stored = bool((there == bits).all()), bits
+            memory_words = program.view(kind)[offsets // (kind.bits // 8)]
+            pointers.unchanged, pointers.stored = bool((memory_words == bits).all()), bits
         pointers.constant = constant
         program.hooks.shared(pointers, stores=stores)
     return offsets
@@ -243,9 +233,9 @@ def put_shared(
 ) -> None:
     options: dict[str, Any] = {"lanes": lanes, "bits": bits, "constant": constant}
     offsets = _touch(threads, addresses, kind, stores=True, **options)
-    places, there = offsets // (kind.bits // 8), threads.session.view(kind)
-    threads.session.changes += not (there[places] == bits).all()
-    there[places] = bits
+    places, memory_words = offsets // (kind.bits // 8), threads.session.view(kind)
+    threads.session.changes += not (memory_words[places] == bits).all()
+    memory_words[places] = bits
 
 
 @builds("ld", "st", "atom", "red")
@@ -260,7 +250,7 @@ def build_access(instruction: Instruction) -> Action:
         instruction.qualifiers.append("global")  # a read-only variable
     if any(name in instruction.qualifiers for name in (*SPACES, "global")):
         return _build(instruction)
-    at = next(each for each in instruction.operands if each.startswith("["))
+    at = next(operand for operand in instruction.operands if operand.startswith("["))
     where = address_of(instruction, at, TYPES["b8"])
 
     def of(space: str) -> Instruction:
@@ -268,8 +258,8 @@ def build_access(instruction: Instruction) -> Action:
         return replace(instruction, opcode=opcode, generic=bool(space), operands=operands)
 
     elsewhere, inside = _build(of("")), _build(of(".shared"))
-    own = build_local(of(""), generic=True) if plain else None
-    given = build_of_kernel(of("")) if instruction.mnemonic == "ld" else None
+    local_access = build_local(of(""), generic=True) if plain else None
+    kernel_access = build_of_kernel(of("")) if instruction.mnemonic == "ld" else None
 
     def access(threads: Threads) -> None:
         program, before, everyone = threads.session, threads.mask, threads.everyone()
@@ -277,20 +267,20 @@ def build_access(instruction: Instruction) -> Action:
         left, parts = np.ones(len(addresses), np.bool_), []
         offsets = addresses - np.uint64(program.base)
         spaces = [(offsets < np.uint64(len(program.shared)), inside)]
-        if own is not None and program.local.nbytes:
-            spaces.append((program.local.has(addresses), own))
-        if given is not None and program.arrays:
-            spaces.append((is_of_kernel(threads, addresses), given))
-        for those, action in (*spaces, (left, elsewhere)):
-            if those.any():
-                parts.append((those.copy(), action))
-                left &= ~those
+        if local_access is not None and program.local.nbytes:
+            spaces.append((program.local.has(addresses), local_access))
+        if kernel_access is not None and program.arrays:
+            spaces.append((is_of_kernel(threads, addresses), kernel_access))
+        for lanes, action in (*spaces, (left, elsewhere)):
+            if lanes.any():
+                parts.append((lanes.copy(), action))
+                left &= ~lanes
         if len(parts) == 1:
             parts[0][1](threads)
             return
-        for those, action in parts:
+        for lanes, action in parts:
             threads.mask = everyone.copy()
-            threads.mask[everyone] = those
+            threads.mask[everyone] = lanes
             action(threads)
         threads.mask = before
 
@@ -319,10 +309,7 @@ def _build(instruction: Instruction) -> Action:
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Convert an address. Generic addresses of shared and local memory are addresses of this process.
-
-    Other addresses stay as they are.
-    """
+    """Convert an address. Generic addresses of shared and local memory are this process's."""
     back = instruction.flag("to")
     shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
     instruction.choose("global", "const", "param", "param::entry", "param::func")
@@ -351,8 +338,8 @@ def build_question(instruction: Instruction) -> Action:
     def ask(threads: Threads) -> None:
         program, addresses = threads.session, np.asarray(read(threads))
         inside = addresses - np.uint64(program.base) < np.uint64(len(program.shared))
-        own = program.local.has(addresses)
-        write(threads, inside if shared else own if local else ~(inside | own))
+        is_local = program.local.has(addresses)
+        write(threads, inside if shared else is_local if local else ~(inside | is_local))
 
     return ask
 
@@ -391,8 +378,8 @@ def _start(instruction: Instruction) -> Action:
     take_shared(instruction)
     instruction.flag("global")
     instruction.finish(3, 4)
-    destination, source, given, *rest = instruction.operands
-    size = instruction.literal(given, _WORD)
+    destination, source, size_text, *rest = instruction.operands
+    size = instruction.literal(size_text, _WORD)
     if size not in (4, 8, 16):
         raise instruction.error("'cp.async' copies 4, 8 or 16 bytes")
     to = address_of(instruction, destination, _WORD, size // 4, shared=True)
@@ -414,8 +401,8 @@ def _start(instruction: Instruction) -> Action:
         threads.mask = mask
 
         def perform(threads: Threads) -> None:
-            which = threads.everyone()
-            for threads.mask in (which & reads, which & ~reads):
+            active = threads.everyone()
+            for threads.mask in (active & reads, active & ~reads):
                 if threads.mask.any():
                     into = targets[threads.mask][:, None] + words
                     bits = np.zeros(into.shape, np.uint32)

@@ -34,22 +34,19 @@ def _ballot(lanes: Array) -> Array:
     return (lanes * _ONE).sum(axis=1, dtype=np.uint64).astype(np.uint32)
 
 
-def complete(step: Instruction, threads: Threads, there: Array) -> bool:
-    """Return whether every lane in the member masks of the lanes that are ``there`` has arrived.
-
-    All lanes are members if ``step`` names none. A last warp that is not whole needs only its real lanes.
-    """
-    lanes = there.reshape(-1, WARP)
+def complete(step: Instruction, threads: Threads, arrived: Array) -> bool:
+    """Return whether all lanes in the member masks of the lanes that are ``arrived`` have arrived."""
+    lanes = arrived.reshape(-1, WARP)
     named = of_warps(threads, (step.members or EVERYBODY)(threads))
     wanted = np.bitwise_or.reduce(np.where(lanes, named, np.uint32(0)), axis=1)
     never = (threads.numbers >= threads.block).reshape(-1, WARP)
     return not (wanted & ~_ballot(lanes | never)).any()
 
 
-def tiles(step: Instruction, threads: Threads, there: Array) -> list[Array]:
-    """Return the numbers of the threads that are ``there``, grouped by warp and member mask."""
-    numbers = threads.numbers[there]
-    named = np.broadcast_to((step.members or EVERYBODY)(threads), there.shape)[there]
+def tiles(step: Instruction, threads: Threads, arrived: Array) -> list[Array]:
+    """Return the numbers of the threads that are ``arrived``, grouped by warp and member mask."""
+    numbers = threads.numbers[arrived]
+    named = np.broadcast_to((step.members or EVERYBODY)(threads), arrived.shape)[arrived]
     _check_own(step, numbers, named)
     keys = (numbers.astype(np.uint64) // WARP << np.uint64(32)) | named
     return [numbers[keys == key] for key in np.unique(keys)]
@@ -104,14 +101,12 @@ _MODES: dict[str, Callable[[Array, Array], Array]] = {
 @builds("shfl")
 def build_shuffle(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    mode = instruction.choose(*_MODES)
+    mode = instruction.require("the mode", _MODES)
     kind = instruction.take_type(("b32",))
     instruction.finish(5)
-    if mode is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _MODES)
     move = _MODES[mode]
     write, tell = _targets(instruction, kind)
-    reads = [instruction.reader(each, kind) for each in instruction.operands[1:4]]
+    reads = [instruction.reader(operand, kind) for operand in instruction.operands[1:4]]
 
     def shuffle(threads: Threads) -> None:
         value, by, limits = (of_warps(threads, read(threads)).astype(np.int64) for read in reads)
@@ -121,10 +116,10 @@ def build_shuffle(instruction: Instruction) -> Action:
         inside = source >= last if mode == "up" else source <= last
         source = np.where(inside, source, _LANE)
         moved = np.take_along_axis(value, source, axis=1)
-        there = np.take_along_axis(_present_lanes(threads), source, axis=1)
-        if not there.all():
-            moved = np.where(there, moved, _NOBODYS)
-            _tell_of_absent(threads, source, ~there & _present_lanes(threads))
+        present = np.take_along_axis(_present_lanes(threads), source, axis=1)
+        if not present.all():
+            moved = np.where(present, moved, _NOBODYS)
+            _tell_of_absent(threads, source, ~present & _present_lanes(threads))
         write(threads, moved.astype(np.uint32).ravel())
         if tell is not None:
             tell(threads, inside.ravel())
@@ -137,9 +132,9 @@ def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
     if absent.any() and threads.session.hooks.observed:
         thread = int(np.flatnonzero(absent)[0])
         lane = int(source.ravel()[thread])
-        what = f"thread {thread} reads lane {lane}, which takes no part"
+        problem = f"thread {thread} reads lane {lane}, which takes no part"
         count = int(np.count_nonzero(absent))
-        threads.session.hooks.left_open("absent lane", "shfl", what, count=count)
+        threads.session.hooks.left_open("absent lane", "shfl", problem, count=count)
 
 
 _VOTES = ("ballot", "all", "any", "uni")
@@ -148,20 +143,18 @@ _VOTES = ("ballot", "all", "any", "uni")
 @builds("vote")
 def build_vote(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    form = instruction.choose(*_VOTES)
+    form = instruction.require("the mode", _VOTES)
     ballot = form == "ballot"
     kind = instruction.take_type(("b32",) if ballot else ("pred",))
     instruction.finish(3)
-    if form is None:
-        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _VOTES)
     write = instruction.writer(instruction.operands[0], kind)
     read = instruction.reader(instruction.operands[1], PREDICATE)
 
     def vote(threads: Threads) -> None:
-        those = _present_lanes(threads)
-        yes = of_warps(threads, read(threads)) & those
-        some, every = yes.any(axis=1), (yes == those).all(axis=1)
-        found = {"all": every, "any": some, "uni": every | ~some}
+        present = _present_lanes(threads)
+        yes = of_warps(threads, read(threads)) & present
+        some, unanimous = yes.any(axis=1), (yes == present).all(axis=1)
+        found = {"all": unanimous, "any": some, "uni": unanimous | ~some}
         write(threads, np.repeat(_ballot(yes) if ballot else found[form], WARP))
 
     return _by_group(instruction, vote)
@@ -178,11 +171,11 @@ def build_match(instruction: Instruction) -> Action:
     read = instruction.reader(instruction.operands[1], kind)
 
     def match(threads: Threads) -> None:
-        value, those = of_warps(threads, read(threads)), _present_lanes(threads)
-        same = (value[:, :, None] == value[:, None, :]) & those[:, None, :]
+        value, present = of_warps(threads, read(threads)), _present_lanes(threads)
+        same = (value[:, :, None] == value[:, None, :]) & present[:, None, :]
         found = (same * _ONE).sum(axis=2, dtype=np.uint64).astype(np.uint32)
         if everybody:
-            agree = found == _ballot(those)[:, None]
+            agree = found == _ballot(present)[:, None]
             found = np.where(agree, found, np.uint32(0))
             if tell is not None:
                 tell(threads, agree.ravel())
@@ -231,12 +224,12 @@ def build_reduction(instruction: Instruction) -> Action:
         reduce = REDUCTIONS[name]
 
     def reduction(threads: Threads) -> None:
-        values, those = of_warps(threads, read(threads)), _present_lanes(threads)
+        values, present = of_warps(threads, read(threads)), _present_lanes(threads)
         if magnitude:
             values = np.abs(values)
         totals = np.zeros(len(values), values.dtype)
-        for warp in np.flatnonzero(those.any(axis=1)):
-            totals[warp] = reduce.reduce(values[warp][those[warp]], dtype=values.dtype)
+        for warp in np.flatnonzero(present.any(axis=1)):
+            totals[warp] = reduce.reduce(values[warp][present[warp]], dtype=values.dtype)
         write(threads, np.repeat(kind.encode(totals), WARP))
 
     return _by_group(instruction, reduction)

@@ -1,24 +1,14 @@
 """The protocol explorer visits every interleaving of a few ranks and rounds, one state at a time.
 
-A protocol is a few processes, each a list of steps. Steps work on *words* (signal slots, credits, flags,
-status words; 0 at first) and on *cells* (regions of data in symmetric memory, with :data:`EMPTY` at first).
-Reports print the names of both. An access to cells has a begin and an end, so that two accesses can
-overlap. All other steps are atomic, as on the device. An access of a process's private memory is not a
-step. A process takes its steps in order. Jumps only go forward, and rounds are written out one after
-another, so every run of a protocol ends.
+Steps work on *words* (signal slots, credits, flags; 0 at first) and on *cells* (regions of data in
+symmetric memory, with :data:`EMPTY` at first). An access to cells has a begin and an end, so that two
+accesses can overlap. All other steps are atomic, as on the device. Jumps only go forward, and rounds are
+written out one after another, so every run ends.
 
-:func:`explore` starts a protocol in its first state and visits states breadth first until it finds no new
-state. It reports
+A violation is two overlapping accesses to a cell, one of them a write, a read that finds other contents
+than it should, or an end that ``at_end`` rejects. The search is breadth first, so a report has the shortest
+interleaving. It is never cut off silently: it is an error if there are more states than allowed.
 
-deadlocks    states in which some process has not finished and no process can take a step
-violations   two overlapping accesses to a cell, one of them a write, a read that finds other contents than
-             it should, or an end that ``at_end`` rejects
-
-Each report has the shortest interleaving that leads there. The search is never cut off silently: it is an
-error if there are more states than allowed.
-
-Reduction
----------
 With ``reduced=True`` three kinds of steps are taken as soon as possible. Other orders of these steps are
 left out. An error that can follow a state that is left out can also follow a state that is kept. (In the
 field's terms the steps are persistent sets of size one. As every run ends, no step is ignored for ever.)
@@ -33,12 +23,9 @@ with the access that begins now. If one of the two writes, this is a violation, 
 
 *The end of a read* of cells that no other process is writing or will still write: its time has no effect.
 
-All other ends of accesses are interleaved, and all steps on other words: flags that are swapped, words with
-several writers, waits that may time out. The tests compare both searches on small sizes. In both, memory is
-sequentially consistent: the race detector checks weak memory.
+The tests compare both searches on small sizes. In both, memory is sequentially consistent: the race
+detector checks weak memory.
 
-States
-------
 A state is a string of bytes: the number of each process's next step, then the words, then the numbers of
 the cells' contents. This is enough: the next steps show which accesses are in progress.
 """
@@ -46,7 +33,7 @@ the cells' contents. This is enough: the next steps show which accesses are in p
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from interlace.runtime.core.errors import InterlaceError
 
@@ -111,45 +98,35 @@ class CompareAndSwap:
 
 
 @dataclass(frozen=True)
-class BeginRead:
+class CellStep:
+    """A step on ``cells``. A read begins if they should all hold ``content``."""
+
+    cells: tuple[str, ...]
+    content: str = ""
+    text: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.text.format(self.content)} {', '.join(self.cells)}"
+
+
+class BeginRead(CellStep):
     """Begin to read ``cells``, which should all hold ``content``."""
 
-    cells: tuple[str, ...]
-    content: str
-
-    def __str__(self) -> str:
-        return f"begins to read {', '.join(self.cells)}"
+    text = "begins to read"
 
 
-@dataclass(frozen=True)
-class EndRead:
-    """End the read of ``cells``."""
-
-    cells: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"ends reading {', '.join(self.cells)}"
+class EndRead(CellStep):
+    text = "ends reading"
 
 
-@dataclass(frozen=True)
-class BeginWrite:
+class BeginWrite(CellStep):
     """Begin to write ``content`` into ``cells``."""
 
-    cells: tuple[str, ...]
-    content: str
-
-    def __str__(self) -> str:
-        return f"begins to write {self.content} into {', '.join(self.cells)}"
+    text = "begins to write {} into"
 
 
-@dataclass(frozen=True)
-class EndWrite:
-    """End the write into ``cells``."""
-
-    cells: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"ends writing {', '.join(self.cells)}"
+class EndWrite(CellStep):
+    text = "ends writing"
 
 
 ProtocolStep = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrite | EndWrite
@@ -185,7 +162,6 @@ def words_of(step: ProtocolStep) -> list[str]:
 
 
 def cells_of(step: ProtocolStep) -> tuple[str, ...]:
-    """Return the cells whose access a step begins or ends."""
     return () if isinstance(step, Publish | Wait | CompareAndSwap) else step.cells
 
 
@@ -270,18 +246,18 @@ def growing_words(protocol: Protocol) -> set[str]:
     """Return the words that one process publishes, never with a smaller value, and others only wait for."""
     publishers: dict[str, Process] = {}
     last: dict[str, int] = {}
-    others: set[str] = set()
+    other_words: set[str] = set()
     for process in protocol.processes:
         for step in process.steps:
             if isinstance(step, Publish):
                 alone = publishers.setdefault(step.word, process) is process
                 if not alone or step.value < last.get(step.word, 0):
-                    others.add(step.word)
+                    other_words.add(step.word)
                 last[step.word] = step.value
             # a publish can disable a wait that may time out or that compares exactly
             elif not isinstance(step, Wait) or step.exact or step.giving_up is not None:
-                others.update(words_of(step))
-    return set(publishers) - others
+                other_words.update(words_of(step))
+    return set(publishers) - other_words
 
 
 def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]]]:
@@ -297,8 +273,8 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
         cells = frozenset(cells_of(step))
         if isinstance(step, BeginRead | BeginWrite) and cells & (reading | writing):
             raise ValueError(f"{place}: the process already accesses one of these cells")
-        ends = {EndRead: reading, EndWrite: writing}.get(type(step), cells)
-        if not cells <= ends:
+        begun = reading if isinstance(step, EndRead) else writing
+        if isinstance(step, EndRead | EndWrite) and not cells <= begun:
             raise ValueError(f"{place}: the process has not begun this access")
         if isinstance(step, BeginRead | EndRead):
             reading ^= cells
@@ -419,7 +395,8 @@ class ProtocolMachine:
                     writing[state[other]] & mask
                     or (kind is BeginWrite and self._reading[other][state[other]] & mask)
                 ):
-                    return self._overlap(state, process, other)
+                    doing = "writing" if writing[state[other]] & mask else "reading"
+                    return f"{self.tell(state, process)}, which {self._name(other)} is {doing}"
             for cell in cells:
                 if kind is BeginWrite:
                     state[cell] = value
@@ -435,7 +412,7 @@ class ProtocolMachine:
         return [p for p, line in enumerate(self._codes) if not line[state[p]].at_once]
 
     def settle(
-        self, state: bytearray, processes: Iterable[int], told: list[str] | None = None
+        self, state: bytearray, processes: Iterable[int], story: list[str] | None = None
     ) -> str:
         """Take the steps that come at once, of ``processes`` and those they wake; return a violation."""
         pending = list(processes)
@@ -446,12 +423,12 @@ class ProtocolMachine:
                 code = line[state[process]]
                 if not code.at_once and not self._last_read(state, process, code):
                     break
-                text = "" if told is None else self.tell(state, process)
+                text = "" if story is None else self.tell(state, process)
                 wrong = self.step(state, process)
                 if wrong is None:
                     break
-                if told is not None:
-                    told.append(text)
+                if story is not None:
+                    story.append(text)
                 if wrong:
                     return wrong
                 if code.kind is Publish:
@@ -472,7 +449,6 @@ class ProtocolMachine:
         return True
 
     def tell(self, state: bytes | bytearray, process: int) -> str:
-        """Return the next step of ``process`` in words."""
         step = self.protocol.processes[process].steps[state[process]]
         text = f"{self._name(process)} {step}"
         if left_out_by(step) is None:
@@ -483,7 +459,7 @@ class ProtocolMachine:
         return f"{text}{', times out' if isinstance(step, Wait) else ''} (it is {seen})"
 
     def blocked(self, state: bytes) -> str:
-        """Return the waits of processes that have not finished in a deadlock; "" if all finished."""
+        """Return the waits of processes that have not finished in a deadlock."""
         lines = []
         for number, process in enumerate(self.protocol.processes):
             if state[number] < len(process.steps):
@@ -501,11 +477,6 @@ class ProtocolMachine:
 
     def _name(self, process: int) -> str:
         return self.protocol.processes[process].name
-
-    def _overlap(self, state: bytearray, process: int, other: int) -> str:
-        mask = self._codes[process][state[process]].mask
-        doing = "writing" if self._writing[other][state[other]] & mask else "reading"
-        return f"{self.tell(state, process)}, which {self._name(other)} is {doing}"
 
     def _wrong_content(self, state: bytearray, process: int, cell: int) -> str:
         step = self.protocol.processes[process].steps[state[process]]
@@ -660,10 +631,10 @@ def explore(
 def _replay(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
     """Return all steps of a run in words. ``way``: the process that goes on at each choice."""
     state = bytearray(machine.first)
-    told: list[str] = []
-    wrong = machine.settle(state, range(len(machine.protocol.processes)), told)
+    story: list[str] = []
+    wrong = machine.settle(state, range(len(machine.protocol.processes)), story)
     for process in way:
         assert not wrong
-        told.append(machine.tell(state, process))
-        wrong = machine.step(state, process) or machine.settle(state, (process,), told)
-    return told
+        story.append(machine.tell(state, process))
+        wrong = machine.step(state, process) or machine.settle(state, (process,), story)
+    return story

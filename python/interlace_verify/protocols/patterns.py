@@ -12,12 +12,8 @@ Steps correspond to code as follows::
     claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
     swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 
-``tests/sim/verify/test_protocol.py`` lists this by pattern. Words and cells are named as reports should
-show them: ``slot 1 of rank 0`` lies in rank 0's memory, and rank 1 publishes it; likewise ``credit 1 of
-rank 0``.
-
-``current_epoch`` is not a step. Only its own rank reads and advances the epoch word, in the order of its
-streams. It is a constant of the op: op k on a channel has epoch k.
+``slot 1 of rank 0`` lies in rank 0's memory, and rank 1 publishes it; likewise ``credit 1 of rank 0``.
+``current_epoch`` is not a step: op k on a channel has epoch k, and only its own rank reads the epoch word.
 
 Not covered:
 
@@ -60,7 +56,6 @@ def part(owner: int, source: int, where: str = "") -> str:
 
 
 def data(rank: int, number: int) -> str:
-    """Return the contribution of ``rank`` to round ``number``."""
     return f"rank {rank}'s data of round {number}"
 
 

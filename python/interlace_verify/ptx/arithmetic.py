@@ -1,7 +1,6 @@
-"""PTX within registers: arithmetic, shifts, counts and comparisons.
+"""PTX within registers: arithmetic, shifts, counts and comparisons. Results are exact, rounded once.
 
-One builder per mnemonic turns an instruction into an action. Results are exactly the instruction's, rounded
-once. Rounding other than to nearest even is only implemented for fp32.
+Rounding other than to nearest even is only implemented for fp32.
 """
 
 import functools
@@ -58,7 +57,6 @@ def quotient(x: Array, y: Array) -> Array:
 
 
 def _spreading_larger(x: Array, y: Array) -> Array:
-    """Return the maximum, or nan if either is nan."""
     return np.where(np.isnan(x) | np.isnan(y), np.maximum(x, y), larger(x, y))
 
 
@@ -174,7 +172,6 @@ def _then(function: Callable[..., Array], after: Callable[[Array], Array]) -> Ca
 
 
 def rectified(values: Array) -> Array:
-    """Replace negative numbers by zero."""
     return np.where((values > 0) | np.isnan(values), values, values.dtype.type(0))
 
 
@@ -184,8 +181,6 @@ def _between_0_and_1(values: Array) -> Array:
 
 
 def _of_magnitudes(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Apply ``function`` to magnitudes, and give the result the sign of the product."""
-
     def compute(x: Array, y: Array) -> Array:
         sign = np.where(np.signbit(x) ^ np.signbit(y), x.dtype.type(-1), x.dtype.type(1))
         return np.copysign(function(np.abs(x), np.abs(y)), sign)
@@ -219,16 +214,15 @@ def _round(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
 def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
     """Return x * y + z in fp64, rounded once: by integers where all numbers are finite."""
     found = np.asarray(x * y + z)
-    given = np.broadcast_arrays(x, y, z)
+    operands = np.broadcast_arrays(x, y, z)
     usual = np.isfinite(found)
-    exact = zip(*(map(Fraction, each[usual].tolist()) for each in given), strict=True)
+    exact = zip(*(map(Fraction, each[usual].tolist()) for each in operands), strict=True)
     sums = [a * b + c for a, b, c in exact]
     found[usual] = [float(s) if s else near for s, near in zip(sums, found[usual], strict=True)]
     return found
 
 
 def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:
-    """Apply ``function`` to each of the two numbers in a register."""
     register = np.dtype(f"u{kind.bits // 4}").type
 
     def compute(*given: Array) -> Array:
@@ -246,7 +240,6 @@ def halves(bits: Array, kind: ScalarType) -> Array:
 
 
 def flushed(values: Array) -> Array:
-    """Replace subnormal numbers by zero."""
     zero = np.copysign(values.dtype.type(0), values)
     return np.where(np.abs(values) < SMALLEST_NORMAL, zero, values)
 
@@ -295,14 +288,16 @@ def build_carrying(instruction: Instruction) -> Action:
     target, *sources = instruction.operands
     multiply = _product(part or "lo", kind, kind)
     of_product = instruction.numbers if part == "hi" else instruction.reader
-    factors = [of_product(each, kind) for each in sources[:2] if multiplies]
-    terms = [instruction.reader(each, kind) for each in sources[len(factors) :]]
+    factors = [of_product(source, kind) for source in sources[:2] if multiplies]
+    terms = [instruction.reader(source, kind) for source in sources[len(factors) :]]
     write, zero = instruction.writer(target, kind), kind.raw.type(0)
     carried, carry = instruction.reader(CARRY, PREDICATE), instruction.writer(CARRY, PREDICATE)
 
     def compute(threads: Threads) -> None:
-        given = [multiply(*(read(threads) for read in factors)).view(kind.raw)] if factors else []
-        x, y = (*given, *(read(threads) for read in terms))
+        product_terms = (
+            [multiply(*(read(threads) for read in factors)).view(kind.raw)] if factors else []
+        )
+        x, y = (*product_terms, *(read(threads) for read in terms))
         more = carried(threads).astype(kind.raw) if takes else zero
         if subtracts:
             found = x - y - more
@@ -394,7 +389,7 @@ def build_comparison(instruction: Instruction) -> Action:
         results = [found] if len(writes) == 1 else [found, ~found]
         results = list(found) if packed else results
         for third in thirds:
-            results = [combine(each, third(threads)) for each in results]
+            results = [combine(result, third(threads)) for result in results]
         for write, each in zip(writes, results, strict=False):
             write(threads, each)
 
@@ -417,8 +412,8 @@ def build_set(instruction: Instruction) -> Action:
     yes = target.raw.type(target.bits_of(1 if target.is_float else -1))
 
     def choose(x: Array, y: Array) -> Array:
-        given = (flushed(x), flushed(y)) if flush and kind.is_float else (x, y)
-        return target.decode(np.where(compare(*given), yes, target.raw.type(0)))
+        operands = (flushed(x), flushed(y)) if flush and kind.is_float else (x, y)
+        return target.decode(np.where(compare(*operands), yes, target.raw.type(0)))
 
     if packed:
         return instruction.computes(lanewise(choose, kind), *[TYPES["b32"]] * 3, raw=True)
@@ -492,7 +487,6 @@ def _field(kind: ScalarType, value: Array, start: Array, length: Array) -> Array
 
 
 def _insert_bits(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
-    """Insert the lowest ``length`` bits of one number into another from ``start`` on."""
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     one, most = kind.stored.type(1), np.uint32(kind.bits)
     field = np.left_shift(one, np.minimum(length, most).astype(kind.stored)) - one
@@ -502,7 +496,6 @@ def _insert_bits(kind: ScalarType, low: Array, into: Array, start: Array, length
 
 
 def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
-    """Return a mask of ``length`` ones from ``start`` on."""
     first, count = (each.astype(np.uint64) for each in (start, length))
     if bound != "clamp":
         first, count = first & np.uint64(31), count & np.uint64(31)
@@ -527,7 +520,6 @@ def _permute(kind: ScalarType, mode: str | None, low: Array, high: Array, select
 
 
 def ones(value: Array) -> Array:
-    """Count the bits that are 1."""
     value = np.asarray(value)
     octets = value.reshape(-1, 1).view(np.uint8)
     return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)
@@ -618,9 +610,9 @@ def build_form(instruction: Instruction) -> Action:
     for word, known in zip(words, form.words, strict=True):
         if word not in known:
             raise instruction.unknown(f"the mode of '{instruction.opcode}'", filter(None, known))
-    own = instruction.take_type(form.allowed)
-    kinds = [TYPES[each] if each else own for each in form.kinds]
-    function = functools.partial(form.function, own, *words)
+    main_kind = instruction.take_type(form.allowed)
+    kinds = [TYPES[each] if each else main_kind for each in form.kinds]
+    function = functools.partial(form.function, main_kind, *words)
     return instruction.computes(function, *kinds, raw=form.raw)
 
 

@@ -1,11 +1,8 @@
 """PTX that branches by index or calls functions outside its text: ``call (result), name, (arguments);``.
 
-Arguments are registers, or parameters in the memory of the threads. The called functions are code of this
-process. A device function in :data:`FUNCTIONS` takes numbers and returns a number or None. It acts for the
-running program, so threads with the same arguments share a call. A function in :data:`TOGETHER` is called
-once for all threads that come to it together. A C function is called once for each thread.
-``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
-standard output at once. ``__assertfail`` ends the run with the source's message.
+The called functions are code of this process. A device function in :data:`FUNCTIONS` takes numbers and
+returns a number or None; threads with the same arguments share a call. A function in :data:`TOGETHER` is
+called once for all threads that come to it together, a C function once for each thread.
 """
 
 import ctypes
@@ -27,7 +24,7 @@ _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGc
 
 def call_parts(instruction: Instruction) -> tuple[list[str], str, list[str]]:
     """Return the names of the results, the name of the function, and the arguments."""
-    first, *rest = [each.strip() for each in instruction.operands] or [""]
+    first, *rest = [operand.strip() for operand in instruction.operands] or [""]
     results = split(first[1:-1]) if first.startswith("(") else []
     name, *rest = (rest or [""]) if first.startswith("(") else (first, *rest)
     return results, name, split(rest[0].strip("() ")) if rest else []
@@ -36,7 +33,7 @@ def call_parts(instruction: Instruction) -> tuple[list[str], str, list[str]]:
 @builds("call")
 def build_call(instruction: Instruction) -> Action:
     instruction.flag("uni")
-    results, name, given = call_parts(instruction)
+    results, name, argument_texts = call_parts(instruction)
     if name in instruction.registers:
         raise instruction.error(f"a call by the address in register '{name}' is not known")
     instruction.finish(1, 2, 3)
@@ -46,8 +43,8 @@ def build_call(instruction: Instruction) -> Action:
     if function is None and (of_c is None or instruction.symbols is None):
         known = FUNCTIONS.keys() | (_OF_C if instruction.symbols is not None else {})
         raise instruction.unknown(f"the function '{name}'", known)
-    reads = [_argument(instruction, each) for each in given]
-    writes = [_result(instruction, each) for each in results]
+    reads = [_argument(instruction, each) for each in argument_texts]
+    writes = [_result(instruction, result) for result in results]
 
     def call(threads: Threads) -> None:
         numbers = threads.active(threads.numbers).tolist()
@@ -55,12 +52,14 @@ def build_call(instruction: Instruction) -> Action:
         rows = list(zip(*columns, strict=True)) if columns else [()] * len(numbers)
         if function is None:
             assert of_c is not None
-            every = [of_c(threads, n, *row) for n, row in zip(numbers, rows, strict=True)]
+            results_by_row = [of_c(threads, n, *row) for n, row in zip(numbers, rows, strict=True)]
         else:
             found = {row: function(*row) for row in dict.fromkeys(rows)}
-            every = [found[row] for row in rows]
+            results_by_row = [found[row] for row in rows]
         for write, kind in writes:
-            write(threads, np.array([int(each or 0) & kind.mask for each in every], kind.raw))
+            write(
+                threads, np.array([int(each or 0) & kind.mask for each in results_by_row], kind.raw)
+            )
 
     return call
 
@@ -139,8 +138,8 @@ def _print(threads: Threads, number: int, format: int, arguments: int) -> int:
 def _fail(
     threads: Threads, number: int, message: int, file: int, line: int, where: int, *_: int
 ) -> None:
-    told, path, function = (_text_at(threads, each) for each in (message, file, where))
-    raise AssertionError(f"{path}:{line}, {function}: '{told}' fails in thread {number}")
+    condition, path, function = (_text_at(threads, each) for each in (message, file, where))
+    raise AssertionError(f"{path}:{line}, {function}: '{condition}' fails in thread {number}")
 
 
 _OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail": _fail}

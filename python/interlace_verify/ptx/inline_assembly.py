@@ -1,22 +1,13 @@
 """Inline PTX in the interpreter, for texts that do not make a program's threads differ.
 
-``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs
+``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs n times, one after the
+other, on a tensor of n elements. On scalars it runs once, by one thread that stands for all; all know what
+it acquires. A text by which threads act differently or together is refused: its kernel must be compiled
+(``programs/choice.py``).
 
-=========================  =======================================================================
-on a tensor of n elements  n times, one after the other
-on scalars                 once, by one thread that stands for all; all know what it acquires
-=========================  =======================================================================
-
-If threads act differently or together, or if their number matters, the kernel must be compiled
-(``programs/choice.py``). Such a text is refused here.
-
-A text is built once: ``parser.py`` parses its instructions, and the file for each kind of instruction turns
-them into actions. An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that
-names it, before any of the text has run.
-
-Operands are tensors that go into registers ``$0``, ``$1``, ... and back. One execution of the text takes
-``pack`` elements of every argument. Elements of less than 32 bits share registers, the first in the lowest
-bits; a constraint's letter is the width of its register.
+An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that names it, before any
+of the text has run. One execution takes ``pack`` elements of every argument. Elements of less than 32 bits
+share registers, the first in the lowest bits; a constraint's letter is the width of its register.
 """
 
 import functools
@@ -32,10 +23,7 @@ from interlace.runtime.core.errors import InlineAssemblyError
 from interlace.runtime.places.sim.choice import by_threads
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.calls import CALLS
-from interlace_verify.ptx.instruction import (
-    Instruction,
-    Register,
-)
+from interlace_verify.ptx.instruction import Instruction, Register
 from interlace_verify.ptx.memory import MEMORY
 from interlace_verify.ptx.moves import MOVES
 from interlace_verify.ptx.parser import Parser
@@ -52,21 +40,21 @@ class AsmOperands:
         self._constraints = constraints
         self.outputs: list[Register] = []
         self.inputs: list[Register] = []
-        for given in filter(None, (part.strip() for part in constraints.split(","))):
-            if given.startswith("~"):
+        for constraint in filter(None, (part.strip() for part in constraints.split(","))):
+            if constraint.startswith("~"):
                 continue
             index = len(self.outputs) + len(self.inputs)
-            letter = given.lstrip("=&")
-            if given.startswith("=") and not self.inputs and letter in _WIDTHS:
+            letter = constraint.lstrip("=&")
+            if constraint.startswith("=") and not self.inputs and letter in _WIDTHS:
                 self.outputs.append(Register(f"${index}", index, _WIDTHS[letter]))
-            elif given.isdecimal() and int(given) < len(self.outputs):
-                tied = self.outputs[int(given)]
+            elif constraint.isdecimal() and int(constraint) < len(self.outputs):
+                tied = self.outputs[int(constraint)]
                 self.inputs.append(Register(f"${index}", tied.slot, tied.bits))
-            elif given in _WIDTHS:
-                self.inputs.append(Register(f"${index}", index, _WIDTHS[given]))
+            elif constraint in _WIDTHS:
+                self.inputs.append(Register(f"${index}", index, _WIDTHS[constraint]))
             else:
                 raise InlineAssemblyError(
-                    f"inline PTX: constraint '{given}' of \"{constraints}\" is not known to the "
+                    f"inline PTX: constraint '{constraint}' of \"{constraints}\" is not known to the "
                     f"interpreter; known are {', '.join(_WIDTHS)}, with = for results, which come "
                     "first, the number of a result, and ~{...}"
                 )
@@ -106,10 +94,10 @@ class AsmOperands:
             handles.append(TensorHandle(data, result.scalar))
         return handles
 
-    def _check(self, what: str, found: list[Register], wanted: int) -> None:
+    def _check(self, noun: str, found: list[Register], wanted: int) -> None:
         if len(found) != wanted:
             raise InlineAssemblyError(
-                f'inline PTX: "{self._constraints}" has {len(found)} {what}, but the arguments '
+                f'inline PTX: "{self._constraints}" has {len(found)} {noun}, but the arguments '
                 f"need {wanted}"
             )
 
@@ -178,7 +166,6 @@ class InlineAssembly(PtxSession):
 
 
 def _run(statement: _Statement, thread: Threads) -> None:
-    """Run a text for one element, or for all threads."""
     steps, registers, hooks = statement.steps, thread.registers, thread.session.hooks
     index, count = 0, len(steps)
     while index < count:

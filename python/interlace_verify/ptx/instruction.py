@@ -1,9 +1,9 @@
 """One instruction of inline PTX: its qualifiers, and its operands as functions.
 
 A register is a *slot*, an index into a list of arrays: first the operands ``$0``, ``$1`` of an asm text,
-then the registers of ``.reg``. An instruction is built once into an *action*, a function of the threads
-that run it; so its operands also become functions. Builders (``arithmetic.py``, ``memory.py``, ...) know
-its meaning. They take its qualifiers one by one, in any order; a qualifier that is left is an error.
+then the registers of ``.reg``. A builder (``arithmetic.py``, ``memory.py``, ...) makes an instruction once
+into an *action*, a function of the threads that run it. It takes the qualifiers one by one, in any order; a
+qualifier that is left is an error.
 """
 
 import re
@@ -33,10 +33,7 @@ _SPECIAL = re.compile(r"%[a-z]\w*(?:\.[xyz])?|WARP_SZ")
 
 
 class Symbol(NamedTuple):
-    """A name of memory in a whole kernel: ``offset`` in its state space.
-
-    It is 0 in "global" and "const", where a variable has its own address. "param": of a function.
-    """
+    """A name of memory in a whole kernel: ``offset`` in its state space, 0 for a global variable."""
 
     space: str
     offset: int
@@ -125,6 +122,13 @@ class Instruction:
                 return name
         return None
 
+    def require(self, what: str, names: Iterable[str]) -> str:
+        """Take one of ``names``; without one, ``what`` of the instruction is not known."""
+        found = self.choose(*names)
+        if found is None:
+            raise self.unknown(f"{what} of '{self.opcode}'", names)
+        return found
+
     def take_type(self, allowed: Iterable[str]) -> ScalarType:
         """Take the first type among the qualifiers; it must be one of ``allowed``."""
         listed = ", ".join(f".{name}" for name in allowed)
@@ -207,7 +211,6 @@ class Instruction:
         return lambda threads: threads.registers[slot].astype(kind.raw)
 
     def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
-        """Return a function that reads an operand's numbers."""
         read, decode = self.reader(text, kind, wider=wider), kind.decode
         if kind.letter in "ubp":
             return read
@@ -281,10 +284,7 @@ class Instruction:
 
 
 def number_of(text: str, kind: ScalarType) -> int | None:
-    """Return the bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None for other texts.
-
-    Raise ValueError for a number with a point if ``kind`` is an integer.
-    """
+    """Return the bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None for other texts."""
     value: int | float
     if match := _INTEGER.fullmatch(text):
         sign, *digits = match.groups()

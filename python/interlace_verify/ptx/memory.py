@@ -75,12 +75,12 @@ def address_of(
         if np.bitwise_or.reduce(addresses) & within or np.minimum.reduce(addresses) < null:
             wrong = (addresses % align != 0) | (addresses < null)
             address = int(addresses[wrong][0])
-            what = "null" if address < NULL else f"not a multiple of {align}"
-            what = f"{what}; line {instruction.line}: {instruction.text}"
+            problem = "null" if address < NULL else f"not a multiple of {align}"
+            problem = f"{problem}; line {instruction.line}: {instruction.text}"
             if window is None:
                 does, count = _VERBS.get(mnemonic, mnemonic), int(wrong.sum())
-                threads.session.hooks.misplaced(address, int(align), count, does, what)
-            raise ValueError(f"PTX: address {address:#x} is {what}")
+                threads.session.hooks.misplaced(address, int(align), count, does, problem)
+            raise ValueError(f"PTX: address {address:#x} is {problem}")
         return addresses
 
     return at
@@ -221,10 +221,7 @@ def pointers_of(
     *,
     base: int = -1,
 ) -> Any:
-    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``.
-
-    ``base``: the slot of the register that the addresses are computed from; they get its origin.
-    """
+    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``."""
     handle = unchecked_handle(addresses, _pointer_types[kind.name])
     if (origin := threads.session.origins.get(base)) is not None:
         handle.dtype = with_origin(handle.dtype, origin)
@@ -252,7 +249,6 @@ def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
 
 
 def put(pointers: Handle, value: Handle, mask: Handle) -> None:
-    """Store to memory at once."""
     atomics.store(pointers.data, value.data, mask.data)
 
 
@@ -276,7 +272,6 @@ def build_access(instruction: Instruction) -> Action:
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
-    """Take the ordering of a load or a store, as :func:`take_ordering` does."""
     strongest = "acquire" if instruction.mnemonic == "ld" else "release"
     return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
 
@@ -321,11 +316,11 @@ def loading(
     if len(parts) == 1:
         (only,) = writes
         return lambda threads: only(
-            threads, total([get(threads, each) for each in addresses(threads)])
+            threads, total([get(threads, address) for address in addresses(threads)])
         )
 
     def load(threads: Threads) -> None:
-        everywhere = [_spread(each, len(parts), kind) for each in addresses(threads)]
+        everywhere = [_spread(address, len(parts), kind) for address in addresses(threads)]
         found = total([get(threads, each) for each in everywhere])
         for index, write in enumerate(writes):
             write(threads, found[:, index])
@@ -336,13 +331,12 @@ def loading(
 def storing(
     instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
 ) -> Action:
-    """Build a store of each of ``parts`` to every address."""
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
         bits = _stack([threads.active(read(threads)) for read in reads])
-        for each in addresses(threads):
-            put(threads, _spread(each, len(parts), kind), bits)
+        for address in addresses(threads):
+            put(threads, _spread(address, len(parts), kind), bits)
 
     return store
 
@@ -377,7 +371,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
 
 def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
     if way.orders:
-        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, told="store")
+        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, hook_name="store")
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
@@ -386,8 +380,8 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 
         def perform(mask: Handle = mask) -> None:
             if threads.heard:
-                there = fetch(pointers, mask, kind)
-                pointers.unchanged = bool((there.view(kind.raw) == bits).all())
+                memory_words = fetch(pointers, mask, kind)
+                pointers.unchanged = bool((memory_words.view(kind.raw) == bits).all())
             put(pointers, value, mask)
 
         threads.session.hooks.store(pointers, value, mask, perform)
@@ -398,7 +392,7 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]:
+def _atomic(kind: ScalarType, hook_name: str, way: AccessWay) -> Callable[..., Array]:
     """Return an access that the hooks perform; it returns the old bits."""
     sem = str(way.sem)
 
@@ -411,15 +405,15 @@ def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]
         value: Handle | None = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, every = way.pointers(threads, addresses, kind), all_of(addresses)
+        pointers, all_lanes = way.pointers(threads, addresses, kind), all_of(addresses)
 
-        def perform(mask: Handle = every) -> Any:
-            if mask is not every and not mask.data.all():
+        def perform(mask: Handle = all_lanes) -> Any:
+            if mask is not all_lanes and not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
-        how = told, sem, way.scope, reads_only, compare, not threads.alone, value
-        atomic, session = Atomic(pointers, every, *how), threads.session
+        options = hook_name, sem, way.scope, reads_only, compare, not threads.alone, value
+        atomic, session = Atomic(pointers, all_lanes, *options), threads.session
         change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
         return change_memory(atomic, perform).data.view(kind.raw)
 
@@ -434,13 +428,11 @@ def build_atomic(instruction: Instruction) -> Action:
     scope, shared = SCOPES[instruction.choose(*SCOPES) or "gpu"], take_space(instruction)
     take_cache_hints(instruction)
     known = list(_OPERATIONS) if returns else list(_OPERATIONS)[:-2]
-    name = instruction.choose(*known)
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
+    name = instruction.require("the operation", known)
     vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
     instruction.finish(2 + returns + (name == "cas"))
-    target, *given = instruction.operands[returns:]
-    vectors = [take_parts(instruction, each, vector) for each in given]
+    target, *operands = instruction.operands[returns:]
+    vectors = [take_parts(instruction, each, vector) for each in operands]
     at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
     way = AccessWay(sem, scope, shared, base=base_of(instruction, target))
     if name == "cas":
@@ -450,7 +442,7 @@ def build_atomic(instruction: Instruction) -> Action:
     writes: list[Write] = []
     if returns:
         parts = take_parts(instruction, instruction.operands[0], vector)
-        writes = [instruction.active_writer(each, kind) for each in parts]
+        writes = [instruction.active_writer(part, kind) for part in parts]
     reads = [[instruction.reader(part, kind) for part in parts] for parts in vectors]
 
     def run(threads: Threads) -> None:
@@ -492,10 +484,15 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
 
 
 def read_modify_write(
-    name: str, kind: ScalarType, way: AccessWay, *, told: str = "", number: ScalarType | None = None
+    name: str,
+    kind: ScalarType,
+    way: AccessWay,
+    *,
+    hook_name: str = "",
+    number: ScalarType | None = None,
 ) -> Callable[..., Array]:
-    """Build an operation. ``told``: its name for hooks, if not ``name``; ``number``: the type of a pair."""
-    access = _atomic(kind, told or name, way)
+    """Build an operation. Hooks see ``hook_name``, or else ``name``; ``number``: the type of a pair."""
+    access = _atomic(kind, hook_name or name, way)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:
@@ -504,7 +501,7 @@ def read_modify_write(
     def apply(threads: Threads, addresses: Array, bits: Array) -> Array:
         changed = functools.partial(change, bits)
         reads_only = harmless is not None and bool((bits == harmless).all())
-        value = handle_of(bits, kind) if told == "store" else None
+        value = handle_of(bits, kind) if hook_name == "store" else None
         return access(threads, addresses, changed, reads_only=reads_only, value=value)
 
     return apply
@@ -591,9 +588,7 @@ def build_multimem(instruction: Instruction) -> Action:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
     sem, scope = take_ordering(instruction, *_ORDERINGS[form])
     take_global(instruction)
-    name = instruction.choose(*_AT_ALL_RANKS) if form != "st" else "add"
-    if name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _AT_ALL_RANKS)
+    name = instruction.require("the operation", _AT_ALL_RANKS) if form != "st" else "add"
     reduce, kinds = _AT_ALL_RANKS[name]
     instruction.choose("acc::f32", "acc::f16")
     vector = instruction.choose("v2", "v4", "v8")

@@ -118,7 +118,7 @@ def build_conversion(instruction: Instruction) -> Action:
     known = (*INTEGERS, "u8", "s8", *FLOATS)
     rounding = instruction.choose(*ROUNDINGS, "rs")
     rectify, saturate = instruction.flag("relu"), instruction.choose("sat", "satfinite")
-    packed = [each for each in instruction.qualifiers if _PACKED.fullmatch(each)]
+    packed = [qualifier for qualifier in instruction.qualifiers if _PACKED.fullmatch(qualifier)]
     if packed:
         return _build_packed(instruction, packed, rounding, rectify, saturate == "satfinite")
     tensor = instruction.flag("tf32")
@@ -222,7 +222,6 @@ def _build_packed(
 
 
 def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
-    """Return the format, the count, and the type of the register."""
     match = _PACKED.fullmatch(name)
     assert match is not None
     form, count = FORMATS[match[1]], int(match[2])
@@ -259,8 +258,8 @@ def _to_integer(values: Array, target: ScalarType) -> Array:
 
 
 def _clamp(values: Array, target: ScalarType) -> Array:
-    limits, own = np.iinfo(target.stored), np.iinfo(values.dtype)
-    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    limits, source_limits = np.iinfo(target.stored), np.iinfo(values.dtype)
+    low, high = max(limits.min, source_limits.min), min(limits.max, source_limits.max)
     kind = values.dtype.type
     return np.minimum(np.maximum(values, kind(low)), kind(high)).astype(target.stored)
 

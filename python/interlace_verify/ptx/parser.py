@@ -1,15 +1,12 @@
 """PTX as text: the declarations of a module, and the instructions of a kernel and of functions it calls.
 
 Blocks in braces have their own names, as in PTX, and may use a label or register of an outer block. A
-vector, or a register of 128 bits, is several registers; as an operand it is registers in braces. Branches
-hold the index of their target instruction.
+vector, or a register of 128 bits, is several registers; as an operand it is registers in braces.
 
 A function's instructions are inlined at the call, with their own registers. Instead of a return they
 continue after the call. The parameters are the caller's, so nothing is copied. The function's memory lies
-above the caller's memory, at the same place as the memory of the next called function.
-
-Names, scopes and labels are resolved. A body is parsed only when a kernel needs it, so a module may contain
-much that is not known here.
+above the caller's memory, at the same place as the memory of the next called function. A body is parsed
+only when a kernel needs it, so a module may contain much that is not known here.
 """
 
 import math
@@ -45,10 +42,7 @@ _ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable. ``nbytes`` is None if the text leaves the size open; ``initial`` has its values as texts.
-
-    ``extern``: another text defines it.
-    """
+    """A variable. ``nbytes``: None if the text leaves it open. ``extern``: another text defines it."""
 
     name: str
     space: str
@@ -89,9 +83,9 @@ def declare(text: str) -> list[Variable]:
         values = (value.strip() for value in re.split(r"[{},]", name[3] or ""))
         initial = tuple(filter(None, values))
         extents = re.findall(r"\[ ?(\w*) ?\]", name[2])
-        nbytes: int | None = size * math.prod(int(each or "0", 0) for each in extents)
+        nbytes: int | None = size * math.prod(int(extent or "0", 0) for extent in extents)
         if extents and not extents[0]:  # as many elements as there are values
-            inner = size * math.prod(int(each, 0) for each in extents[1:])
+            inner = size * math.prod(int(extent, 0) for extent in extents[1:])
             nbytes = -(-len(initial) * kind.bits // 8 // inner) * inner if initial else None
         found.append(Variable(name[1], match[1], kind, int(match[2] or size), nbytes, initial))
     return found
@@ -153,20 +147,22 @@ class ModuleText:
         found = [kernel]
         for each in found:
             named = {*each.words, *self._in_values(each.words)}
-            others = (self.functions[name] for name in sorted(named & self.functions.keys()))
-            found += [other for other in others if other not in found]
+            called_functions = (
+                self.functions[name] for name in sorted(named & self.functions.keys())
+            )
+            found += [other for other in called_functions if other not in found]
         return found
 
     def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
         """Return the variables that ``functions`` or the values of these variables name."""
-        words = frozenset().union(*(each.words for each in functions))
+        words = frozenset().union(*(function.words for function in functions))
         names = {*words, *self._in_values(words)}
         return {name: each for name, each in self.variables.items() if name in names}
 
     def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
         """Return the functions whose address ``functions`` or a variable takes."""
         taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
-        words = frozenset().union(*(each.words for each in functions))
+        words = frozenset().union(*(function.words for function in functions))
         return (taken | self._in_values(words)) & self.functions.keys()
 
     def _in_values(self, words: frozenset[str]) -> set[str]:
@@ -186,12 +182,12 @@ def read_text(ptx: str) -> ModuleText:
     variables: dict[str, Variable] = {}
     for line, head, body in _declarations(_MODULE_DIRECTIVE.sub("", _strip_comments(ptx))):
         if match := _FUNCTION.search(head):
-            results, given = (_formals(each or "", line) for each in (match[2], match[4]))
-            made = PtxFunction(match[3], results, given, match[5], body, line)
+            results, parameters = (_formals(each or "", line) for each in (match[2], match[4]))
+            function = PtxFunction(match[3], results, parameters, match[5], body, line)
             if match[1] == "entry":
-                kernels[made.name] = made
-            elif body is not None or made.name not in functions:
-                functions[made.name] = made
+                kernels[function.name] = function
+            elif body is not None or function.name not in functions:
+                functions[function.name] = function
         elif match := _ALIAS.match(head):
             functions[match[1]] = functions[match[2]]
         elif match := _VARIABLE.search(head):
@@ -259,8 +255,6 @@ _END, _BEHIND = "<end>", "<behind>"  # labels: the end of a text, and after a ca
 
 
 class _Names(NamedTuple):
-    """The names that are known at the present position."""
-
     registers: ChainMap[str, Register]
     symbols: ChainMap[str, Symbol]
     labels: ChainMap[str, int]
@@ -307,8 +301,8 @@ class Parser:
         self._line, self._text = 1, ""
 
     def _fresh(self, registers: dict[str, Register], symbols: dict[str, Symbol]) -> _Names:
-        own = ChainMap({**registers, CARRY: self._carry})
-        return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
+        local_registers = ChainMap({**registers, CARRY: self._carry})
+        return _Names(local_registers, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
         """Yield instructions after their declarations. Branches get their targets at the end."""
@@ -394,10 +388,10 @@ class Parser:
             raise self._error("'.reg' needs one type of 1 to 128 bits and names")
         parts = _HALVES if match[2] == "b128" else _COMPONENTS[: int(match[1] or 0)]
         registers, vectors = self._names.registers, self._names.vectors
-        for given in match[3].split(","):
-            found = _LISTED.fullmatch(given.strip())
+        for declared in match[3].split(","):
+            found = _LISTED.fullmatch(declared.strip())
             if found is None:
-                raise self._error(f"'{given.strip()}' is not a name of a register")
+                raise self._error(f"'{declared.strip()}' is not a name of a register")
             count = [""] if found[2] is None else map(str, range(int(found[2])))
             for name in (found[1] + number for number in count):
                 if name in registers.maps[0] or name in vectors.maps[0]:
@@ -413,7 +407,6 @@ class Parser:
         return register
 
     def _room(self, variable: Variable) -> Symbol:
-        """Reserve a variable in the memory of a thread."""
         if variable.nbytes is None:
             raise self._error(f"'{variable.name}' has no size")
         offset = -(-self._top // variable.align) * variable.align
@@ -426,8 +419,8 @@ class Parser:
     def _instruction(self, text: str) -> Instruction:
         guard = _GUARD.fullmatch(text)
         opcode, _, operands = (guard[3] if guard else text).partition(" ")
-        given = [self._names.vectors.get(each, each) for each in split(operands)]
-        found = Instruction(opcode, given, self._line, self._text, self._names.registers)
+        parts = [self._names.vectors.get(each, each) for each in split(operands)]
+        found = Instruction(opcode, parts, self._line, self._text, self._names.registers)
         found.parameters = self._parameters
         found.symbols = self._names.symbols if self._whole else None
         if guard:
@@ -503,10 +496,7 @@ class Parser:
     def _bound(
         self, call: Instruction, function: PtxFunction
     ) -> tuple[dict[str, Register], dict[str, Symbol], list[str], list[str]]:
-        """Return the registers and symbols that stand for a function's parameters, by name.
-
-        Also return the instructions that fill copies of arguments, and the ones that pass on results.
-        """
+        """Return a function's parameters by name, and moves that fill them and that return results."""
         results, _, arguments = call_parts(call)
         names = self._names
         registers: dict[str, Register] = {}
@@ -514,29 +504,38 @@ class Parser:
         moves: tuple[list[str], list[str]] = [], []
         pairs = zip((*function.results, *function.parameters), results + arguments, strict=True)
         for number, (formal, actual) in enumerate(pairs):
-            there, own, later = names.symbols.get(actual), f"<{number}>", number < len(results)
-            passed = there is not None and there.space == "param"
+            actual_symbol, fresh_name, later = (
+                names.symbols.get(actual),
+                f"<{number}>",
+                number < len(results),
+            )
+            passed = actual_symbol is not None and actual_symbol.space == "param"
             kind = "pred" if formal.kind.bits == 1 else f"b{formal.kind.bits}"
             if formal.space == "reg":
-                registers[formal.name] = names.registers[own] = self._register(own, formal.kind)
-                put, get = f"mov.{kind} {own}, {actual}", f"mov.{kind} {actual}, {own}"
+                registers[formal.name] = names.registers[fresh_name] = self._register(
+                    fresh_name, formal.kind
+                )
+                put, get = (
+                    f"mov.{kind} {fresh_name}, {actual}",
+                    f"mov.{kind} {actual}, {fresh_name}",
+                )
                 if passed:
                     put, get = (
-                        f"ld.param.{kind} {own}, [{actual}]",
-                        f"st.param.{kind} [{actual}], {own}",
+                        f"ld.param.{kind} {fresh_name}, [{actual}]",
+                        f"st.param.{kind} [{actual}], {fresh_name}",
                     )
-            elif there is not None and passed:
-                if there.nbytes < (formal.nbytes or 0):
+            elif actual_symbol is not None and passed:
+                if actual_symbol.nbytes < (formal.nbytes or 0):
                     raise self._error(
                         f"'{actual}' is smaller than '{formal.name}' of '{function.name}'"
                     )
-                symbols[formal.name] = there
+                symbols[formal.name] = actual_symbol
                 continue
             else:
-                symbols[formal.name] = names.symbols[own] = self._room(formal)
+                symbols[formal.name] = names.symbols[fresh_name] = self._room(formal)
                 put, get = (
-                    f"st.param.{kind} [{own}], {actual}",
-                    f"ld.param.{kind} {actual}, [{own}]",
+                    f"st.param.{kind} [{fresh_name}], {actual}",
+                    f"ld.param.{kind} {actual}, [{fresh_name}]",
                 )
             moves[later].append(get if later else put)
         return registers, symbols, *moves

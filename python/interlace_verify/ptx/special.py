@@ -66,7 +66,6 @@ class Threads:
         return values if self.mask is None else values[self.mask]
 
     def everyone(self) -> Numbers:
-        """Return the mask of the running threads."""
         return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
 
     def who(self) -> Lanes:
@@ -74,7 +73,6 @@ class Threads:
         return self.active(self.numbers) if self.told_apart else None
 
     def set(self, slot: int, bits: Numbers) -> None:
-        """Put ``bits`` into a register of the running threads."""
         if self.mask is not None:
             bits = np.where(self.mask, bits, self.registers[slot])
         elif not bits.ndim:

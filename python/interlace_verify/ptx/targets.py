@@ -55,7 +55,7 @@ def first_target(statement: str) -> str:
 def needed_by(asm: str) -> int:
     """Return the number of the first GPU that has all instructions of a piece of PTX; 0 for any GPU."""
     statements = re.split(r"[;{}\n]", asm)
-    return max(number_of(first_target(each)) for each in statements)
+    return max(number_of(first_target(statement)) for statement in statements)
 
 
 def has(target: str, wanted: str) -> bool:

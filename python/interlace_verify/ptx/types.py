@@ -1,11 +1,9 @@
-"""The scalar types of PTX: the meaning of a register's bits for an instruction.
+"""The scalar types of PTX, and float formats of 4 to 8 bits and tf32: the meaning of a register's bits.
 
 A register is an array with one element for each thread: unsigned bits without a sign or a format.
-``decode`` returns the numbers that an instruction of this type sees in them. ``encode`` returns the bits of
-numbers, rounded once. 16-bit numbers are fp32 in between, which represents each of them exactly.
-
-Float formats of 4 to 8 bits and tf32 are also here. ``ue8m0`` is a scale, a power of two without a sign. A
-register holds tf32 as the equal fp32 number.
+``decode`` returns the numbers that an instruction of this type sees in them, ``encode`` the bits of
+numbers, rounded once. 16-bit numbers are fp32 in between, which represents each of them exactly. A register
+holds tf32 as the equal fp32 number.
 """
 
 import functools
@@ -86,7 +84,6 @@ class ScalarType:
         return encode
 
     def bits_of(self, value: float) -> int:
-        """Return the bits of one Python number."""
         if not self.is_float:
             return int(value) & self.mask
         with np.errstate(all="ignore"):

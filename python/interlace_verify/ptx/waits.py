@@ -100,8 +100,11 @@ def _counting_barrier(instruction: Instruction) -> Callable[[Threads], None]:
     """Return the action of ``bar.red``: it combines the predicates of all threads that have met."""
     name = instruction.choose("popc", "and", "or")
     kind = instruction.take_type(("u32",) if name == "popc" else ("pred",))
-    target, *instruction.operands, given = instruction.operands
-    write, read = instruction.writer(target, kind), instruction.reader(given, TYPES["pred"])
+    target, *instruction.operands, predicate_text = instruction.operands
+    write, read = (
+        instruction.writer(target, kind),
+        instruction.reader(predicate_text, TYPES["pred"]),
+    )
 
     def count(threads: Threads) -> None:
         values = threads.active(read(threads))
@@ -133,7 +136,7 @@ def _of_a_cluster(instruction: Instruction) -> Action:
 
 
 def _nothing(threads: Threads) -> None:
-    """Do nothing, as there is nothing to wait for."""
+    """There is nothing to wait for."""
 
 
 _NOTHING_TO_WAIT_FOR = {
@@ -196,18 +199,21 @@ def build_end(instruction: Instruction) -> Action:
 @builds("check")
 def build_check(instruction: Instruction) -> Action:
     """Build a check of a kernel, as ``compat/triton_launcher.py`` writes it; GPUs do not have it."""
-    what = ".".join(instruction.qualifiers)
+    form = ".".join(instruction.qualifiers)
     instruction.qualifiers.clear()
-    given, *message = instruction.operands
-    read, said = instruction.reader(given, TYPES["u32"]), ": ".join(map(unquote, message))
+    condition, *message = instruction.operands
+    read, message_text = (
+        instruction.reader(condition, TYPES["u32"]),
+        ": ".join(map(unquote, message)),
+    )
 
     def check(threads: Threads) -> None:
         if not (holds := threads.active(read(threads))).all():
             first = threads.active(threads.numbers)[holds == 0][0]
-            told = (
-                f"{what} fails in {(holds == 0).sum()} of {holds.size} threads, the first {first}"
+            problem = (
+                f"{form} fails in {(holds == 0).sum()} of {holds.size} threads, the first {first}"
             )
-            raise AssertionError(f"{told}: {said}" if said else told)
+            raise AssertionError(f"{problem}: {message_text}" if message_text else problem)
 
     return check
 

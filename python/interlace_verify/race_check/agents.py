@@ -122,10 +122,6 @@ class Agent:
             return False
         return any(time <= end <= known[component] for end in self.ends)
 
-    def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
-        """Note that the agent or one ``thread`` of it has read the value of ``word`` after ``writes``."""
-        self.observed[word, thread] = writes
-
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
         return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
@@ -140,13 +136,10 @@ class Agent:
         return times
 
     def barrier(self, threads: Lanes = None) -> None:
-        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest.
-
-        A mark of several threads has the time of one of them, which is compared with the others' times.
-        """
-        times, those = self.own[0], slice(None) if threads is None else threads
+        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest."""
+        times, lanes = self.own[0], slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
-        times[those] = times[those].max()
+        times[lanes] = times[lanes].max()
         if threads is not None and len(threads) < self.components:
             known = self._put_own(self._known_to(threads), threads)
             self.acquired.update(dict.fromkeys(threads.tolist(), known))
@@ -155,7 +148,7 @@ class Agent:
             self.observed = {(word, None): writes for (word, _), writes in self.observed.items()}
             self.clock = self._put_own(self._known_to(self.acquired), slice(None))
             self.acquired.clear()
-        times[those] += 1
+        times[lanes] += 1
 
     def quiet(self, threads: Lanes) -> None:
         """Note that stores of ``threads`` have arrived; signals after a barrier pass this on."""
@@ -164,8 +157,8 @@ class Agent:
 
     def _hand_on(self, threads: Iterable[int]) -> None:
         """Give each of ``threads``, which meet, what has arrived of the stores of all of them."""
-        known, told = None, [self.arrivals[each] for each in threads if each in self.arrivals]
-        for clock in {id(each): each for each in told}.values():
+        known, clocks = None, [self.arrivals[each] for each in threads if each in self.arrivals]
+        for clock in {id(each): each for each in clocks}.values():
             known = join_clocks(known, clock)
         if known is None:
             return
@@ -215,12 +208,9 @@ class Agent:
     def _put_own(self, clock: Numbers, threads: Any) -> Numbers:
         """Add the present times of ``threads`` to ``clock``; fences of others may have raised it."""
         end = self.first + self.own.size
-        own = clock[self.first : end].reshape(self.own.shape)
-        own[:, threads] = np.maximum(own[:, threads], self.own[:, threads])
+        own_times = clock[self.first : end].reshape(self.own.shape)
+        own_times[:, threads] = np.maximum(own_times[:, threads], self.own[:, threads])
         return clock
-
-    def known_by(self, thread: int) -> Numbers:
-        return join_clocks(self.acquired.get(thread), self.clock)
 
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
         """Return the clock that ``thread`` releases: other threads' accesses before the last barrier.
@@ -228,7 +218,8 @@ class Agent:
         If several threads whose numbers are not known release (LANES), each covers only its own accesses.
         """
         covered: Any = [] if thread == LANES and not self.threads else thread
-        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else covered)
+        known = join_clocks(self.acquired.get(thread), self.clock).copy()
+        return self._put_own(known, slice(None) if all_threads else covered)
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Advance the times of ``threads``, because the release does not cover later accesses."""
@@ -253,8 +244,8 @@ class Agent:
 
     def order(self, block: int, threads: Lanes) -> None:
         """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
-        those = slice(None) if threads is None else threads
-        self.own[block, those] = self.own[0, those]
+        lanes = slice(None) if threads is None else threads
+        self.own[block, lanes] = self.own[0, lanes]
         self.mirrors = True
 
     def change(self, threads: Lanes, changed: Callable[[Numbers], Numbers]) -> None:
@@ -262,12 +253,12 @@ class Agent:
         if threads is None:
             self.clock = changed(self.clock)
             return
-        made: dict[int, Numbers] = {}
+        changed_clocks: dict[int, Numbers] = {}
         for thread in threads.tolist():
             known = self.acquired.get(thread)
-            if id(known) not in made:
-                made[id(known)] = changed(join_clocks(known, self.clock).copy())
-            self.acquired[thread] = made[id(known)]
+            if id(known) not in changed_clocks:
+                changed_clocks[id(known)] = changed(join_clocks(known, self.clock).copy())
+            self.acquired[thread] = changed_clocks[id(known)]
 
 
 class AsyncAgent(Agent):
@@ -308,10 +299,7 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
 
 
 class Seen(NamedTuple):
-    """A word at ``address``, written at one site and read at another.
-
-    ``time``: the times of the writer's components at the write; ``known``: the writer's clock then.
-    """
+    """A word, written at one site at ``time`` and read at another. ``known``: the writer's clock then."""
 
     address: int
     size: int
@@ -319,10 +307,6 @@ class Seen(NamedTuple):
     seen: int
     time: Numbers
     known: Numbers
-
-    def is_behind(self, component: int, time: int) -> bool:
-        """Return whether the writer, a third agent, knew what ``component`` did at ``time``."""
-        return component < len(self.known) and time <= self.known[component]
 
 
 class SignalLog:
@@ -367,9 +351,9 @@ class SignalLog:
         if seen is not None:
             written = seen.time[(component - first.first) % first.components]
             return seen if time <= written else None
-        others = (each for (reader, _), each in self._seen.items() if reader == second.number)
-        return next((each for each in others if each.is_behind(component, time)), None)
+        read_words = (each for (reader, _), each in self._seen.items() if reader == second.number)
+        behind = (e for e in read_words if component < len(e.known) and time <= e.known[component])
+        return next(behind, None)
 
     def writers(self, address: int) -> int:
-        """Return the number of agents that have written the word."""
         return len(self._written[address])

@@ -1,12 +1,11 @@
 """``interlace.verify.races``: run an SPMD function in ``sim`` and report accesses that are not ordered.
 
 The interpreter reports the accesses of kernels. Torch's dispatcher reports the operators of user code, and
-the schema of an operator says what it reads and what it writes. So an output that is used before its op was
-waited for is a race like any other.
+the schema of an operator says what it reads and what it writes.
 
 A schedule with findings is run again, with these observers:
 
-- A :class:`RaceTeller` writes the story. It also includes the accesses of findings in memory of one rank.
+- A :class:`RaceTeller` writes the story.
 - Detectors without one of the rules find the rule that a race breaks.
 - Detectors in which the atomics of one line acquire and release find a relaxed atomic between two accesses.
   An example is a relaxed counter whose last program signals by another word.
@@ -23,7 +22,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -91,15 +90,15 @@ class TorchAccesses(DispatchMode):
     def _note(self, func: OpOverload, args: object, kwargs: object, result: object) -> None:
         task, detector = self._scheduler.current, self._detector
         name = func.overloadpacket.__name__
-        given = list(_tensors_of(func, args, kwargs))
+        tensors = list(_tensors_of(func, args, kwargs))
         if name == "lift_fresh":  # the last step of torch.tensor(...) and torch.from_numpy(...)
-            for tensor, _ in given:
+            for tensor, _ in tensors:
                 detector.new(task, tensor, "tensor")
             return
         if _is_view(func):
             return
         storages = set()
-        for tensor, writes in given:
+        for tensor, writes in tensors:
             storages.add(tensor.untyped_storage().data_ptr())
             detector.know(tensor, task.rank)
             if name not in _SHAPES_ONLY:
@@ -144,18 +143,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class RaceTeller(Storyteller):
     """Writes the story, with torch operators on symmetric memory and all accesses that ``findings`` name.
 
-    ``detector`` must observe each event before the teller does. It names memory of one rank, and it finds
-    the same findings again, with the step number of each access.
+    ``detector`` must observe each event before the teller does. It names memory of one rank, and finds the
+    same findings again (``asked``, see :class:`Collector`), with the step number of each access.
     """
 
     def __init__(
         self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
     ) -> None:
-        """``asked``: where the findings were, see :class:`Collector`."""
         super().__init__()
         self.detector = Detector(seed, asked=asked, step=lambda: self._count)
-        every = [access for each in findings for access in (each.first, each.second)]
-        self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
+        accesses = [access for each in findings for access in (each.first, each.second)]
+        self._named = {(each.rank, each.who, each.lines) for each in accesses if each is not None}
 
     def _is_named(self, task: Task, lines: tuple[SourceText, ...]) -> bool:
         return (task.rank, self._who(task), lines) in self._named
@@ -205,10 +203,7 @@ def superfluous(
     seeds: Iterable[int],
     observed: Callable[[int, list[Detector]], object],
 ) -> tuple[SourceText, ...]:
-    """Return the ``lines`` whose barriers are not needed: without one such line there is no race.
-
-    ``observed`` runs the schedule of a seed with some detectors.
-    """
+    """Return the ``lines`` whose barriers are not needed: without one such line there is no race."""
     left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
     for seed in list(seeds)[:BARRIER_SEEDS]:
         if left:
@@ -229,18 +224,19 @@ def _is_written(line: SourceText) -> bool:
 def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
-    """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel".
-
-    ``observed`` runs the schedule of ``detector`` with other detectors.
-    """
-    weak = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
+    """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel"."""
+    weak = (
+        {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
+        if asked
+        else {}
+    )
     accesses = [*weak.values()][:MOST_ATOMICS]
-    others = [
-        Detector(detector.seed, Rules(ordered=each.lines[0]), asked=asked) for each in accesses
+    other_accesses = [
+        Detector(detector.seed, Rules(ordered=access.lines[0]), asked=asked) for access in accesses
     ]
-    if others:
-        observed(others)
-    tried = [*zip(accesses, others, strict=True)][::-1]
+    if other_accesses:
+        observed(other_accesses)
+    tried = [*zip(accesses, other_accesses, strict=True)][::-1]
     return {key: access for access, each in tried for key in asked if key not in each.found}
 
 
@@ -304,8 +300,8 @@ def races(
     >>> print(interlace.verify.races(step, 2, seeds=1).clean)
     True
     """
-    chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
-    made = programs(arch, rewrite)
+    timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
+    chosen, run_programs = seed_list(seeds), programs(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[object, Finding] = {}
     launches: dict[object, Any] = {}
@@ -316,17 +312,18 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
+    run = functools.partial(observed_run, on_rank, world_size, run_programs, store_buffers, timeout)
+
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        several = Several(asked)
-        return _observe(on_rank, world_size, seed, several, made, store_buffers, timeout)
+        return run(seed, Several(asked))
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = _observe(on_rank, world_size, seed, detector, made, store_buffers, timeout)
+        raised = run(seed, detector)
         error = SourceText("")
         if raised is not None:
-            told = with_lines(raised)
-            error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
+            problem = with_lines(raised)
+            error = SourceText(f"{type(raised).__name__}: {problem}", problem.frames)
         of_its_kind = errors if refused(raised) is None else refusals
         endless = isinstance(raised, EndlessTaskError)
         differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
@@ -337,7 +334,7 @@ def races(
             lines |= getattr(detector, name)
         for key, reach in detector.reaches.items():
             reaches.setdefault(key, Reach()).join(reach)
-        launches = {**{specialisation(each): each for each in detector.launches}, **launches}
+        launches = {**{specialisation(launch): launch for launch in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
         if endless:  # other schedules, and reruns of this one, would also run to the time limit
             found |= {each.key: each for each in new}
@@ -396,65 +393,45 @@ def races(
     )
 
 
-def check_races(
-    fn: Callable[..., object],
-    world_size: int,
-    seeds: int | Iterable[int],
-    store_buffers: bool,
-    timeout: float,
-    *,
-    names: tuple[str, str] = ("fn", "world_size"),
-) -> tuple[list[int], float]:
-    """Check the arguments of :func:`races` and return the seeds and the timeout in seconds.
-
-    ``names`` are the caller's names of the first two arguments.
-    """
-    seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
-    return seed_list(seeds), seconds
-
-
 def _form(error: str) -> str:
     """Return an error's text without its numbers: ranks, seeds, values."""
     return re.sub(r"\d+", "#", error)
 
 
-def _observe(
+def observed_run(
     on_rank: Callable[[Any], Any],
     world_size: int,
-    seed: int,
-    detector: Detector | Several,
     made: Programs,
     store_buffers: bool,
     timeout: float,
+    seed: int,
+    observer: Any,
 ) -> Exception | None:
     """Run one schedule and return the exception that ended it, if any."""
     scheduler = Scheduler(
         seed,
         strategy=for_seed(seed),
-        observer=cast(Observer, detector),
+        observer=observer,
         store_buffers=store_buffers,
         timeout=timeout,
         quiet=QUIET_SECONDS,
         programs=made,
-        on_bad_access=detector.on_bad_access,
+        on_bad_access=observer.on_bad_access,
     )
     try:
-        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, detector):
+        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
             run_sim(on_rank, world_size, scheduler=scheduler)
     except Exception as error:
         return error
     finally:
-        if isinstance(detector, Detector):
-            for key, each in detector.found.items():
-                detector.found[key] = with_names(each, scheduler.memory)
+        if isinstance(observer, Detector):
+            for key, each in observer.found.items():
+                observer.found[key] = with_names(each, scheduler.memory)
     return None
 
 
 class Several:
-    """Passes each event of a run to several observers, such as detectors with different rules.
-
-    An observer that is done gets no more events.
-    """
+    """Passes each event of a run to several observers, until they are done."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
@@ -489,12 +466,14 @@ def _explain(
     if finding.first is None:
         return finding
     flag = hints.plain_flag(finding, polls)
-    made = [CAUSES[rule][1](finding) for rule in broken] or [flag or hints.missing(finding, behind)]
+    rule_hints = [CAUSES[rule][1](finding) for rule in broken] or [
+        flag or hints.missing(finding, behind)
+    ]
     kinds = {CAUSES[rule][0] for rule in broken} or ({"weak order"} if flag else set())
     kinds = kinds or {"mixed access" if finding.polled else finding.kind}
     return replace(
         finding,
         kind=kinds.pop() if len(kinds) == 1 else "weak order",
-        hint="; and ".join(dict.fromkeys(each.text for each in made)),
-        change=tuple(dict.fromkeys(access.lines for each in made for access in each.at)),
+        hint="; and ".join(dict.fromkeys(each.text for each in rule_hints)),
+        change=tuple(dict.fromkeys(access.lines for each in rule_hints for access in each.at)),
     )

@@ -69,7 +69,6 @@ class PresentAccess(NamedTuple):
 
     @property
     def numbers(self) -> Any:
-        """The numbers of its cells."""
         cells = self.cells
         return range(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
@@ -120,7 +119,7 @@ class Collector(Observer):
     def weak_atomics(self) -> list[Access]:
         """Return the atomics that do not both acquire and release."""
         weak = re.compile(r"\((relaxed|acquire|release), ")
-        return [each for each in self._accesses if weak.search(each.what)]
+        return [access for access in self._accesses if weak.search(access.what)]
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
@@ -171,9 +170,9 @@ class Collector(Observer):
         agent.who = who
         return agent
 
-    def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
+    def _site(self, agent: Agent, action: str, lines: tuple[SourceText, ...]) -> int:
         """Return the number of an access, by which the shadow memory refers to it."""
-        access = self._access_of(agent, what, lines)
+        access = self._access_of(agent, action, lines)
         if access not in self._sites:
             self._sites[access] = len(self._accesses)
             self._accesses.append(access)
@@ -188,8 +187,8 @@ class Collector(Observer):
         finding = Finding(bad.kind, None, access, *where, index=bad.index)
         self._found(finding, np.arange(bad.count), 1)
 
-    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
-        return Access(agent.rank, agent.who, what, lines, self._step and self._step())
+    def _access_of(self, agent: Agent, action: str, lines: tuple[SourceText, ...]) -> Access:
+        return Access(agent.rank, agent.who, action, lines, self._step and self._step())
 
     def _report(self, kind: str, conflicts: Iterable[Conflict], access: PresentAccess) -> None:
         segment, second = access.segment, self._accesses[access.site]
@@ -214,7 +213,6 @@ class Collector(Observer):
     def _of_one_instruction(
         self, site: int, addresses: Numbers, threads: Numbers, bits: Numbers
     ) -> None:
-        """Report that ``threads`` store different ``bits`` to one address, if they do."""
         if (addresses[1:] > addresses[:-1]).all():  # the usual case
             return
         order = np.argsort(addresses, kind="stable")
@@ -279,9 +277,9 @@ class Collector(Observer):
     ) -> None:
         """Note loads that poll: loads of atomics' values, or repeated loads of one plainly stored word."""
         segment, numbers, site = access.segment, access.numbers, access.site
-        who = self._acting.number, -1 if access.by is None else int(access.by[0])
-        last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
-        again = last == self._last[who] and len(numbers) * segment.cell == access.size
+        poller = self._acting.number, -1 if access.by is None else int(access.by[0])
+        last, self._last[poller] = self._last.get(poller), (segment.base, int(numbers[0]), site)
+        again = last == self._last[poller] and len(numbers) * segment.cell == access.size
         if again and stores:
             load = self._accesses[site]
             self.polls.add((load.what, load.lines))
@@ -314,14 +312,13 @@ class Collector(Observer):
         clock = whole(agent.clock)
         found: dict[int, tuple[list[int], Any]] = {}
         for thread in set(threads.tolist()):
-            if (told := agent.acquired.get(thread)) is not None:
-                found.setdefault(id(told), ([], told))[0].append(thread)
-        more = [(these, whole(told)) for these, told in found.values()]
-        own = agent.first + threads
-        return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
+            if (acquired_clock := agent.acquired.get(thread)) is not None:
+                found.setdefault(id(acquired_clock), ([], acquired_clock))[0].append(thread)
+        more = [(these, whole(acquired_clock)) for these, acquired_clock in found.values()]
+        components = agent.first + threads
+        return KnownTimes(clock, agent, self._owners, components, more, multicast=multicast)
 
     def _lengthened(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with an entry for every component."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 
@@ -333,10 +330,10 @@ class Collector(Observer):
             return
         written = access.segment.written[access.cells]
         before = self._lengthened(agent.before)
-        others = (written["component"] < agent.first) | (
+        foreign = (written["component"] < agent.first) | (
             written["component"] >= agent.first + agent.BLOCKS * agent.components
         )
-        if (others & (written["time"] > before[written["component"]])).any():
+        if (foreign & (written["time"] > before[written["component"]])).any():
             self.received.update(lines)
 
     def _by_multicast(self, pointers: Handle) -> bool:
@@ -365,7 +362,7 @@ class Collector(Observer):
 
     def _components(self, block: int) -> tuple[Numbers, Numbers]:
         agents = self._agents.values()
-        bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
+        bases = np.concatenate([agent.first + np.arange(agent.components) for agent in agents])
         counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
         return bases, bases + block * counts
 
@@ -375,8 +372,8 @@ class Collector(Observer):
         if threads is None:
             agent.change(threads, lambda clock: self.mirrored(clock, agent.ALIAS))
         for thread in () if threads is None else threads.tolist():
-            own = agent.released_by(thread, all_threads=False)
-            agent.acquired[thread] = self.mirrored(own, agent.ALIAS)
+            released_clock = agent.released_by(thread, all_threads=False)
+            agent.acquired[thread] = self.mirrored(released_clock, agent.ALIAS)
         agent.has_released(threads, all_threads=threads is None or not self.rules.barriers)
 
     def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
@@ -395,8 +392,12 @@ class Collector(Observer):
             for sender in [each for each in waiting if reaches(level, agent, each)]:
                 agent.acquire(thread, waiting.pop(sender))
             if sem != "acquire":
-                own = agent.released_by(thread, all_threads=all_threads)
-                agent.fence(thread, level, self.mirrored(own, agent.PUTS) if puts else own)
+                released_clock = agent.released_by(thread, all_threads=all_threads)
+                agent.fence(
+                    thread,
+                    level,
+                    self.mirrored(released_clock, agent.PUTS) if puts else released_clock,
+                )
         if sem != "acquire":
             agent.has_released(threads, all_threads=all_threads)
 
@@ -426,7 +427,7 @@ class Collector(Observer):
             self._report(kind, segment.unordered_store(cells, fenced), access)
             atomics = segment.unordered(segment.atomics, cells, fenced)
             if does != "reduces":
-                changes = (each for each in atomics if stores or each.extra & WRITES)
+                changes = (atomic for atomic in atomics if stores or atomic.extra & WRITES)
                 self._report("mixed access", changes, access)
             if stores:
                 loads = segment.unordered(segment.loads, cells, known)
@@ -453,13 +454,13 @@ class Collector(Observer):
             queue.time = copy.time
             components, time = queue.until(copy.time, reads_only=False)
             queue.clock[components] = time
-            own = agent.released_by(copy.thread, all_threads=not self.rules.barriers)
-            fenced = self._lengthened(own)
+            released_clock = agent.released_by(copy.thread, all_threads=not self.rules.barriers)
+            fenced = self._lengthened(released_clock)
             if self.rules.proxies:
                 bases, mirrors = self._components(Agent.ASYNC)
                 fenced = fenced.copy()
                 fenced[bases] = fenced[mirrors]
-            queue.known = self._lengthened(own), fenced
+            queue.known = self._lengthened(released_clock), fenced
         return queue
 
     def on_async_end(
@@ -483,20 +484,20 @@ class Collector(Observer):
         copies: tuple[object, int] | None = None,
     ) -> None:
         agent = self._agent(task)
-        told = agent.mbarriers.setdefault(mbarrier, [None, None])
+        phase_clocks = agent.mbarriers.setdefault(mbarrier, [None, None])
         for thread in threads:
-            own = agent.released_by(int(thread), all_threads=not self.rules.barriers)
-            told[0] = join_clocks(told[0], own)
+            released_clock = agent.released_by(int(thread), all_threads=not self.rules.barriers)
+            phase_clocks[0] = join_clocks(phase_clocks[0], released_clock)
             agent.has_released(np.array([thread]), all_threads=not self.rules.barriers)
         if copies is not None:
             components, time = agent.queues[copies[0]].until(copies[1], reads_only=False)
             clock = np.zeros(len(self._owners), np.int64)
             clock[components] = time
-            told[0] = join_clocks(told[0], clock)
+            phase_clocks[0] = join_clocks(phase_clocks[0], clock)
 
     def on_phase(self, task: Task, mbarrier: int) -> None:
-        told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
-        told[1] = told[0]
+        phase_clocks = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
+        phase_clocks[1] = phase_clocks[0]
 
     def on_awaited(self, task: Task, mbarrier: int, threads: Lanes) -> None:
         agent = self._agent(task)
@@ -505,8 +506,8 @@ class Collector(Observer):
             agent.change(threads, lambda clock: join_clocks(clock, done))
 
 
-def does_of(what: str, pointers: Handle) -> str:
-    return what + " by multicast" * getattr(pointers, "multicast", False)
+def does_of(action: str, pointers: Handle) -> str:
+    return action + " by multicast" * getattr(pointers, "multicast", False)
 
 
 def stream_atomic(kind: str, sem: str) -> Atomic:

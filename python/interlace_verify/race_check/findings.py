@@ -1,9 +1,7 @@
 """Reports of the race check: accesses, findings by their cause, and their text.
 
-A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
-replays the schedule in which they were seen. Detectors report every conflict of two accesses, for each
-element, program and schedule. This file counts the conflicts. Those with the same cause
-(:attr:`Finding.cause`), which one change mends, become one finding.
+Detectors report every conflict of two accesses, for each element, program and schedule. Those with the same
+cause (:attr:`Finding.cause`), which one change mends, become one finding.
 """
 
 import itertools
@@ -17,7 +15,7 @@ import numpy as np
 from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
-from interlace_verify.schedule_check.interleaving import Story
+from interlace_verify.schedule_check.interleaving import Story, in_words
 
 # The kinds of findings and their meanings.
 KINDS = {
@@ -78,10 +76,10 @@ class FailedSignal:
     part: str = ""
 
     def __str__(self) -> str:
-        others = f", one of {self.writers} writers" if self.writers > 1 else ""
+        writers_text = f", one of {self.writers} writers" if self.writers > 1 else ""
         return (
             f"{byte_of(self.memory, self.offset, self.part)}, index {self.index}\n"
-            f"  written {self.written}{others}\n  seen    {self.seen}"
+            f"  written {self.written}{writers_text}\n  seen    {self.seen}"
         )
 
 
@@ -196,10 +194,6 @@ class Finding:
         lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
-
-
-def in_words(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -344,18 +338,20 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
     also = {cause: _other_accesses(finding, reach[cause]) for cause, finding in first.items()}
     for cause, finding in list(first.items()):
         races = (each for each, race in first.items() if race.first is not None)
-        of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
+        of = next((race for race in races if _too_early(finding, reach[cause], reach[race])), None)
         if of is not None:
             del first[cause]
             also[of] += (f"{finding.kind} if it runs first: {_kind_of(finding.second)}",)
-    told = [
+    first_findings = [
         replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
         for at, each in first.items()
     ]
-    others = [each for each in told if each.kind != each.race]
-    perhaps = "; a finding above may also be the cause of this one" if others else ""
-    bare = [replace(each, hint=each.hint + perhaps) for each in told if each.kind == each.race]
-    return (*others, *bare)
+    explained = [each for each in first_findings if each.kind != each.race]
+    perhaps = "; a finding above may also be the cause of this one" if explained else ""
+    bare = [
+        replace(each, hint=each.hint + perhaps) for each in first_findings if each.kind == each.race
+    ]
+    return (*explained, *bare)
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
@@ -371,10 +367,10 @@ def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
 
 
 def _other_accesses(finding: Finding, reach: Reach) -> tuple[str, ...]:
-    told = {_kind_of(each) for each in (finding.first, finding.second) if each is not None}
-    others = [text for text in reach.accesses if text not in told]
-    more = len(others) - MOST_ACCESSES
-    return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
+    shown_kinds = {_kind_of(each) for each in (finding.first, finding.second) if each is not None}
+    other_texts = [text for text in reach.accesses if text not in shown_kinds]
+    more = len(other_texts) - MOST_ACCESSES
+    return (*other_texts[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
 
 
 def _is_part(finding: Finding, whole: Finding) -> bool:
@@ -390,12 +386,10 @@ def _kind_of(access: Access) -> str:
 
 
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
-    """Return ``finding`` with the note that it was also found on ``world_size`` ranks."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 
 def with_names(finding: Finding, memory: Allocations) -> Finding:
-    """Return ``finding`` with the names of the parts of ``memory``, the run's memory."""
     part, signal = memory.part(finding.memory, finding.offset), finding.signal
     if signal is not None:
         signal = replace(signal, part=memory.part(signal.memory, signal.offset))

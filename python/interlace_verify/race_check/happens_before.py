@@ -1,12 +1,7 @@
 """The race detector: vector clocks over everything that a simulated run does.
 
 An *agent* is a program of a kernel, a stream, or the user code of a rank, which counts as its current
-stream. Every agent has two clock components, because a program is many threads::
-
-    2 * agent       lanes: accesses by all threads, loads and stores of blocks
-    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
-
-A release passes on everything that its agent knows. It covers the agent's own lanes only up to
+stream. A release passes on everything that its agent knows. It covers the agent's own lanes only up to
 the last barrier, because Triton puts no ``bar.sync`` between a store and a release. These order accesses::
 
     program order                          of each component; between them, from a barrier on
@@ -47,12 +42,7 @@ from interlace_verify.race_check.collector import (
     does_of,
     stream_atomic,
 )
-from interlace_verify.race_check.shadow import (
-    WRITES,
-    Conflict,
-    KnownTimes,
-    byte_ranges,
-)
+from interlace_verify.race_check.shadow import WRITES, Conflict, KnownTimes, byte_ranges
 
 Conflicts = Iterable[Conflict]
 
@@ -184,9 +174,9 @@ class Detector(Collector):
             again = pair in over or (unchanged and earlier.site == site)
             return again and self._owners[earlier.component] is agent
 
-        for segment, which in self._memory.parts(addresses):
-            cells, each = segment.cells_of(addresses[which], size)
-            by = np.repeat(threads[which].astype(np.int64), each)
+        for segment, lanes in self._memory.parts(addresses):
+            cells, each = segment.cells_of(addresses[lanes], size)
+            by = np.repeat(threads[lanes].astype(np.int64), each)
             access = PresentAccess(agent, site, size, segment, cells, by)
             self._access(access, stores=stores, pointers=pointers, repeats=repeats)
 
@@ -218,20 +208,20 @@ class Detector(Collector):
         before = self._known(agent, access.by, multicast=True) if multicast else known
         self.events += 1
         earlier = segment.unordered_store(cells, before)
-        others = [each for each in earlier if not repeats(each)]
-        self._report("write-write" if stores else "write-read", others, access)
-        every = segment.unordered(segment.atomics, cells, before, apart=True)
-        atomics = [each for each in every if stores or each.extra & WRITES]
-        atomics = [each for each in atomics if not self._has_observed(each, access)]
-        self._note_polls(access, *([], []) if stores else (atomics, others))
+        conflicts = [each for each in earlier if not repeats(each)]
+        self._report("write-write" if stores else "write-read", conflicts, access)
+        all_atomics = segment.unordered(segment.atomics, cells, before, apart=True)
+        atomics = [each for each in all_atomics if stores or each.extra & WRITES]
+        atomics = [atomic for atomic in atomics if not self._has_observed(atomic, access)]
+        self._note_polls(access, *([], []) if stores else (atomics, conflicts))
         self._report("mixed access", atomics, access)
         components, times = agent.first + access.actors, agent.own[0, access.actors]
         if stores:
             loads = segment.unordered(segment.loads, cells, known)
-            self._report("read-write", (each for each in loads if not repeats(each)), access)
+            self._report("read-write", (load for load in loads if not repeats(load)), access)
             puts = agent.PUTS * (agent.putting[access.actors] & self.rules.puts)
             mirror = (agent.ALIAS if multicast else puts) * agent.components
-            if len(others) == len(earlier):
+            if len(conflicts) == len(earlier):
                 segment.note_store(cells, components + mirror, times, access.site)
             return
         if pointers is not None:
@@ -266,10 +256,12 @@ class Detector(Collector):
         threads = threads_of(atomic.pointers)
         if atomic.reads_only and not atomic.releases:
             self._changes = changes
-            who = (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
+            acting_threads = (
+                (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
+            )
             look = changes, lines, does, size, addresses.tobytes()
-            every = {*addresses.tolist(), *(addresses + np.uint64(size - 1)).tolist()}
-            words = {(agent, who, address >> 2) for address in every}
+            all_addresses = {*addresses.tolist(), *(addresses + np.uint64(size - 1)).tolist()}
+            words = {(agent, acting_threads, address >> 2) for address in all_addresses}
             if all(self._looks.get(word) == look for word in words):  # a poll without a new value
                 self.events += len(addresses)
                 return
@@ -348,20 +340,23 @@ class Detector(Collector):
             if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
                 self._report("narrow scope", [conflict], access)
         word = address, access.size
-        made = segment.writes.setdefault(word, {})
+        word_writes = segment.writes.setdefault(word, {})
         if atomic.kind != "store":
             strong = (
-                (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
+                (c, w)
+                for c, w in word_writes.items()
+                if self._reach(agent, scope, self._owners[c], w[1])
             )
-            agent.observe(word, thread, {component: time for component, (time, _) in strong})
+            times = {component: time for component, (time, _) in strong}
+            agent.observed[word, thread] = times
         actor = access.actors if thread is None else thread
         mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
         component, time = agent.first + actor + mirror, int(agent.own[0, actor])
         segment.note(segment.atomics, cells, component, time, access.site, extra, known)
         if writes:
             if atomic.kind == "store":
-                made.clear()
-            made[component] = time, scope
+                word_writes.clear()
+            word_writes[component] = time, scope
         self._signals.note(agent, word, access.site, writes=writes)
         messages = segment.messages.setdefault(word, {})
         self._receive(agent, messages, scope, atomic, ONE if thread is None else thread)
@@ -391,8 +386,8 @@ class Detector(Collector):
     ) -> None:
         sent = agent.fenced(thread)
         if atomic.releases or not self.rules.releases:
-            own = agent.released_by(thread, all_threads=not self.rules.barriers)
-            sent = {scope: self.mirrored(own, agent.PUTS)}
+            released_clock = agent.released_by(thread, all_threads=not self.rules.barriers)
+            sent = {scope: self.mirrored(released_clock, agent.PUTS)}
         for sent_scope, clock in sent.items():
             key = (agent, min(scope, sent_scope), thread)
             messages[key] = join_clocks(messages.get(key), clock)

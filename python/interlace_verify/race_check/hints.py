@@ -58,14 +58,14 @@ def _wide(finding: Finding) -> str:
 
 def before(finding: Finding) -> Hint:
     signal, _ = _ends(finding)
-    which = f"the signal, {_line(signal)}" if finding.signal else "the signal after it"
-    return Hint(f"call {_BARRIER} between the first access and {which}", (signal,))
+    signal_text = f"the signal, {_line(signal)}" if finding.signal else "the signal after it"
+    return Hint(f"call {_BARRIER} between the first access and {signal_text}", (signal,))
 
 
 def after(finding: Finding) -> Hint:
     _, wait = _ends(finding)
-    which = f"the wait, {_line(wait)}," if finding.signal else "the wait before it"
-    return Hint(f"call {_BARRIER} between {which} and the second access", (wait,))
+    wait_text = f"the wait, {_line(wait)}," if finding.signal else "the wait before it"
+    return Hint(f"call {_BARRIER} between {wait_text} and the second access", (wait,))
 
 
 def scope(finding: Finding) -> Hint:
@@ -105,19 +105,22 @@ release, acquire = (functools.partial(_half, each) for each in ("release", "acqu
 
 
 def relay(access: Access) -> Hint:
-    own = _without_shims(access)
-    return Hint(f'change {_line(own)}, which signals and waits, to sem="acq_rel"', (own,))
+    kernel_access = _without_shims(access)
+    return Hint(
+        f'change {_line(kernel_access)}, which signals and waits, to sem="acq_rel"',
+        (kernel_access,),
+    )
 
 
 def _order_hint(access: Access, half: str, finding: Finding) -> str:
     """Say how to add ``half``, "release" or "acquire", to the order that ``access`` has."""
     kind, scope = access.what.partition(" ")[0], _wide(finding)
     if kind in ("load", "loads"):
-        how = f'tl.atomic_add(..., 0, sem="acquire", scope="{scope}") or ld.acquire.{scope}'
-        return f"{_line(access)}, to {how}"
+        replacement = f'tl.atomic_add(..., 0, sem="acquire", scope="{scope}") or ld.acquire.{scope}'
+        return f"{_line(access)}, to {replacement}"
     if kind in ("store", "stores"):
-        how = f'tl.atomic_xchg(..., sem="release", scope="{scope}") or st.release.{scope}'
-        return f"{_line(access)}, to {how}"
+        replacement = f'tl.atomic_xchg(..., sem="release", scope="{scope}") or st.release.{scope}'
+        return f"{_line(access)}, to {replacement}"
     other = "acquire" if half == "release" else "release"
     sem = "acq_rel" if _order_and_scope(access)[0] in (other, "acq_rel") else half
     return f'{_line(access)}, to sem="{sem}"'
@@ -125,7 +128,7 @@ def _order_hint(access: Access, half: str, finding: Finding) -> str:
 
 def proxy(finding: Finding) -> Hint:
     accesses = _accesses(finding)
-    kind = "alias" if any("by multicast" in each.what for each in accesses) else "async"
+    kind = "alias" if any("by multicast" in access.what for access in accesses) else "async"
     return Hint(f"add fence.proxy.{kind} between the two", accesses)
 
 
@@ -186,8 +189,8 @@ def missing(finding: Finding, behind: bool) -> Hint:
         signal, wait = _ends(finding)
         if not behind:
             return _move_signal(signal, first)
-        which = f"{_line(wait)} does not wait for {_line(signal)}"
-        text = f"{which}: its width differs, or the word was overwritten"
+        problem = f"{_line(wait)} does not wait for {_line(signal)}"
+        text = f"{problem}: its width differs, or the word was overwritten"
         return Hint(text, (signal, wait))
     if (first.rank, first.who) == (second.rank, second.who):
         return Hint("there is no barrier between them in which both threads take part", (second,))

@@ -1,9 +1,8 @@
 """Shadow memory: the last accesses of every byte that a run touches, with their times.
 
-Memory consists of *segments*: symmetric allocations, the storages of tensors, and pages for all other
-memory. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as its smallest access needs. A cell
-holds the last store, and for each clock component the last load and the last atomic. A time is the clock
-value of the component; ``happens_before.py`` explains it.
+A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as its smallest access needs. A cell holds the
+last store, and for each clock component the last load and the last atomic. A time is the clock value of the
+component; ``happens_before.py`` explains it.
 """
 
 import ctypes
@@ -63,7 +62,6 @@ class KnownTimes:
         self.constant = -1  # a site where all threads store the same value
 
     def _behind(self, clock: Numbers, marks: Numbers) -> Any:
-        """Return which of the marks ``clock`` does not include."""
         component, time, extra = marks["component"], marks["time"], marks["extra"]
         late = time > clock[component]
         several = (extra & SEVERAL) != 0
@@ -73,8 +71,8 @@ class KnownTimes:
                 first = self.owners[one].first
                 low, high = threads & (1 << THREAD_BITS) - 1, threads >> THREAD_BITS
                 known = clock[first + low : first + high + 1].min()
-                those = several & (component == one) & (of_threads == threads)
-                late |= those & (time > known)
+                lanes = several & (component == one) & (of_threads == threads)
+                late |= lanes & (time > known)
         return late
 
     def lacks(self, marks: Numbers) -> Any:
@@ -129,7 +127,6 @@ class ShadowSegment:
         return slice(first // self.cell, -(-last // self.cell))
 
     def cells(self, addresses: Numbers, size: int) -> Index:
-        """Return the cells of elements of ``size`` bytes."""
         if len(addresses) == 1:
             low = int(addresses[0])
             return self.range(low, low + size)
@@ -199,10 +196,10 @@ class ShadowSegment:
         memory = np.frombuffer(view, np.uint8)
         offsets = cells[:, None] * self.cell + np.arange(self.cell)
         if seen is None:
-            there = memory[np.minimum(offsets, nbytes - 1)]
+            memory_bytes = memory[np.minimum(offsets, nbytes - 1)]
         else:
-            there = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
-        same = there == poison[offsets % len(poison)]
+            memory_bytes = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
+        same = memory_bytes == poison[offsets % len(poison)]
         same |= offsets >= nbytes  # the last cell may be longer than the memory
         return cells[same.all(axis=1)]
 
@@ -210,12 +207,10 @@ class ShadowSegment:
         return index.start + positions if isinstance(index, slice) else index[positions]
 
     def bytes_of(self, cells: Numbers) -> Numbers:
-        """Return the offsets of all bytes of cells."""
         offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
         return offsets[offsets < self.end - self.base]
 
     def elements(self, offset: int, cells: int, size: int) -> int:
-        """Return the number of elements of ``size`` bytes in ``cells`` cells from ``offset`` on."""
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
     def note_store(self, index: Index, component: object, time: object, site: int) -> None:
@@ -237,10 +232,7 @@ class ShadowSegment:
         extra: int = 0,
         known: KnownTimes | None = None,
     ) -> None:
-        """Note loads or atomics of one component, or of several threads, which have one mark in a cell.
-
-        ``extra``: further bits of the mark. ``known``: the times that the access comes after.
-        """
+        """Note loads or atomics of one component, or of several threads, which have one mark in a cell."""
         several = known is not None and known.own is not None
         key = known.agent.first if known is not None and several else components
         if key not in marks:
@@ -276,12 +268,12 @@ class ShadowSegment:
         later = np.where(several, threads >> THREAD_BITS, alone)
         low = np.where(counts, np.minimum(low, earlier), low)
         high = np.where(counts, np.maximum(high, later), high)
-        which = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
-        return np.where(low == high, 0, which)
+        thread_range = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
+        return np.where(low == high, 0, thread_range)
 
 
 class ShadowMemory:
-    """All segments, by address."""
+    """All segments: symmetric allocations, storages of tensors, and pages for all other memory."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -301,7 +293,6 @@ class ShadowMemory:
         return segment is not None and segment.symmetric
 
     def remove(self, low: int, high: int) -> None:
-        """Forget segments that overlap ``[low, high)``."""
         first = max(0, bisect_right(self._bases, low) - 1)
         for base in self._bases[first : bisect_left(self._bases, high)]:
             if self._segments[base].end > low:
@@ -309,7 +300,6 @@ class ShadowMemory:
                 del self._segments[base]
 
     def at(self, address: int) -> ShadowSegment | None:
-        """Return the segment that has this address."""
         position = bisect_right(self._bases, address) - 1
         segment = self._segments[self._bases[position]] if position >= 0 else None
         return None if segment is None or address >= segment.end else segment
@@ -345,8 +335,8 @@ class ShadowMemory:
             segment = self._at_or_page(int(addresses[0]))
             yield segment, segment.cells(addresses, size)
             return
-        for segment, which in self.parts(addresses):
-            yield segment, segment.cells(addresses[which], size)
+        for segment, lanes in self.parts(addresses):
+            yield segment, segment.cells(addresses[lanes], size)
 
 
 def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -356,8 +346,10 @@ def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
     size = tensor.element_size()
     if tensor.is_contiguous():
         return [(tensor.data_ptr(), tensor.numel() * size)]
-    every = zip(tensor.stride(), tensor.shape, strict=True)
-    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
+    stride_and_extent = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted(
+        (stride, extent) for stride, extent in stride_and_extent if extent > 1 and stride
+    )[::-1]
     run = size
     while dims and dims[-1][0] * size == run:
         run *= dims.pop()[1]

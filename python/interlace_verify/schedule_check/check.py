@@ -1,12 +1,10 @@
 """``interlace.verify.schedules``: run many interleavings of one SPMD function; shorten the first failure.
 
 A third of the schedules is random, a third uses random priorities of tasks, and a third delays whole ranks
-(``runtime/places/sim/scheduler/strategies.py``). A schedule fails if a rank raises, if ranks wait for each
-other, if ``check`` raises, or if a rank's result differs from the first schedule's result.
+(``runtime/places/sim/scheduler/strategies.py``).
 
 The first failure is *shrunk*. It is recorded as segments (a task, and how far it ran), and segments are
-left out as long as the run still fails in the same way. The remaining segments are printed as an
-interleaving.
+left out as long as the run still fails in the same way.
 """
 
 from __future__ import annotations
@@ -62,12 +60,10 @@ def refused(error: BaseException | None) -> str | None:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill uninitialised tensors with nan, or the largest number.
+    """Fill uninitialised tensors with nan, or the largest number, because old contents may hide an error.
 
-    The old contents may be the right result of the previous schedule, which would hide a wrong one. This is
-    torch's own ``torch.utils.deterministic.fill_uninitialized_memory``, which is on by default. The switch
-    is set as ``torch.use_deterministic_algorithms`` sets it. That function itself would import torch's
-    compiler as well: two seconds in every process that runs schedules.
+    The switch is set as ``torch.use_deterministic_algorithms`` sets it. That function itself would import
+    torch's compiler as well: two seconds in every process that runs schedules.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -82,10 +78,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often than twice in each schedule.
-
-    Its share of a schedule of 12 ms was 0.6 to 1.1 ms.
-    """
+    """Run the garbage collector less often than twice in each schedule, which took up to a tenth of it."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
     try:
@@ -317,10 +310,7 @@ def schedules(
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of one run: its exception or a digest of its results. ``wrong`` names the failure, if any.
-
-    ``refusal`` names what the simulator cannot run. It is not a failure.
-    """
+    """The exception of a run or a digest of its results. ``wrong``: the failure, if any."""
 
     wrong: str | None
     refusal: str | None
@@ -382,15 +372,8 @@ class Trial:
 
 def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Failure:
     """Return the failure ``found`` with ``seed``; if ``search``, look for the fewest context switches."""
-    kind = found.wrong
-    if kind is None:
-        text = "failed once, but not again: something other than the schedule causes it"
-        switches, story = len(found.segments) - 1, found.story
-        return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
-    if found.error is not None and found.endless:  # other runs would not end either
-        text, switches = with_lines(found.error), len(found.segments) - 1
-        return Failure(seed, kind, text, found.segments, switches, found.story, found.story)
-    best = found.segments
+    kind, best = found.wrong, found.segments
+    search = search and kind is not None and not found.endless  # other runs would not end either
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
 
@@ -414,12 +397,15 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
             else:
                 best = smaller
                 part = min(part, max(1, len(best) // 2))
-    told = found if best is found.segments else trial.run(seed, best, tell=True)
+    trial_run = found if best is found.segments else trial.run(seed, best, tell=True)
     text = "the results differ from the first schedule's"
-    if told.error is not None:
-        text = with_lines(told.error)
+    if kind is None:
+        kind = "not repeatable"
+        text = "failed once, but not again: something other than the schedule causes it"
+    elif trial_run.error is not None:
+        text = with_lines(trial_run.error)
     switches = max(0, len(found.segments) - 1)
-    return Failure(seed, kind, text, best, switches, told.story, found.story)
+    return Failure(seed, kind, text, best, switches, trial_run.story, found.story)
 
 
 def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:

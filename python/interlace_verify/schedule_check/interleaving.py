@@ -72,8 +72,10 @@ class Story:
         if not isinstance(wait.where, SourceText):
             return ()
         frames = wait.where.frames
-        own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
-        return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
+        rank_lines = (
+            step.lines for step in self.steps[::-1] if step.rank == wait.rank and step.lines
+        )
+        return next((lines for lines in rank_lines if lines[0].frames == frames), (wait.where,))
 
 
 def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
@@ -95,7 +97,7 @@ def _join(one: Step, other: Step) -> Step | None:
     behind = int(found[4]) == int(last[4]) + one.nbytes
     if not behind or found.group(1, 3, 5) != last.group(1, 3, 5):
         return None
-    text = f"{last[1]}{_elements(int(last[2]) + int(found[2]))}{last[3]}{last[4]}{last[5]}"
+    text = f"{last[1]}{in_words(int(last[2]) + int(found[2]))}{last[3]}{last[4]}{last[5]}"
     return one._replace(text=text, nbytes=one.nbytes + other.nbytes)
 
 
@@ -159,9 +161,11 @@ class Storyteller(Observer):
             for word in span or ():
                 by_task = users.setdefault(word, {})
                 by_task[step.task] = by_task.get(step.task, False) or writes
-        told = {word for word, tasks in users.items() if len(tasks) > 1 and any(tasks.values())}
+        shared_words = {
+            word for word, tasks in users.items() if len(tasks) > 1 and any(tasks.values())
+        }
         for step, (span, _) in zip(self._steps, self._spans, strict=True):
-            yield step._replace(alone=span is not None and told.isdisjoint(span))
+            yield step._replace(alone=span is not None and shared_words.isdisjoint(span))
 
     def on_stuck(self) -> None:
         self._stuck = self._count
@@ -174,7 +178,7 @@ class Storyteller(Observer):
         if place is not None:
             size = pointers.get_element_ty().primitive_bitwidth // 8
             behind = bool((np.diff(addresses.astype(np.int64)) == size).all())
-            text = f"{verb} {_elements(len(addresses))} at {place}"
+            text = f"{verb} {in_words(len(addresses))} at {place}"
             nbytes, span = len(addresses) * size * behind, _words(addresses, size)
             writes = verb == "stores"
             self._note(task, text, program_lines(), nbytes=nbytes, span=span, writes=writes)
@@ -185,7 +189,7 @@ class Storyteller(Observer):
     def on_visible(self, task: Task, address: int, elements: int, nbytes: int) -> None:
         place = self._memory.find(address)
         if place is not None:
-            text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
+            text = f"{in_words(elements)} at {place}, stored by {task.name}: visible now"
             step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
             self._add(step, _words([address], nbytes), writes=True)
 
@@ -199,11 +203,15 @@ class Storyteller(Observer):
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
         if not addresses:
             return
-        place = together(self._place(task, each) or "own memory" for each in addresses)
+        place = together(self._place(task, address) or "own memory" for address in addresses)
         span = _words(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         before = active(result.data, atomic.pointers, atomic.mask)
-        seen, *others = dict.fromkeys(before)
-        more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
+        seen, *other_values = dict.fromkeys(before)
+        more = (
+            f" and {other_values[0] if len(other_values) == 1 else f'{len(other_values)} more'}"
+            if other_values
+            else ""
+        )
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
         if atomic.compare is not None:  # a failed swap only reads
             wanted = np.broadcast_to(atomic.compare.data, result.data.shape)
@@ -218,7 +226,7 @@ class Storyteller(Observer):
 
     def _awaited_steps(self, task: Task, addresses: list[int]) -> list[int]:
         """Return other tasks' steps that wrote these signals and that ``task`` has not seen yet."""
-        found = {self._written[each] for each in addresses if each in self._written}
+        found = {self._written[address] for address in addresses if address in self._written}
         new = sorted({step for writer, step in found if writer is not task})
         new = [step for step in new if (task, step) not in self._seen]
         self._seen.update((task, step) for step in new)
@@ -256,5 +264,5 @@ def _enqueued_at(task: Task) -> tuple[SourceText, ...]:
     return (task.owner.running,) if task.owner is not None else ()
 
 
-def _elements(count: int) -> str:
-    return f"{count} elements" if count > 1 else "1 element"
+def in_words(count: int, what: str = "element") -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,11 +1,11 @@
 """Run one function for many seeds, or numbers of jobs, in parallel forked worker processes.
 
 Workers are forked, so the function may be any callable, also a closure. A worker runs torch in one thread,
-because OpenMP's threads do not survive a fork. Workers inherit their inputs and send back small results.
+because OpenMP's threads do not survive a fork.
 
 Each worker has its own pipe and shares no lock, so it can be killed at any point. A pool with queues, such
 as concurrent.futures, waits forever if a worker is killed while it holds the lock. Only the parent handles
-signals: it kills the workers when it is interrupted. If the parent itself is killed, the workers also end.
+signals. If the parent itself is killed, the workers also end.
 
 A worker never frees inherited objects. Garbage of the parent may own threads (a store, a process group).
 Joining a thread that did not survive the fork would end the process.
@@ -88,9 +88,9 @@ def map_seeds(
 
 
 class _WorkerEnded(InterlaceError):
-    def __init__(self, names: str, how: str) -> None:
-        self.how = how
-        super().__init__(f"{names}: {how}")
+    def __init__(self, names: str, reason: str) -> None:
+        self.how = reason
+        super().__init__(f"{names}: {reason}")
 
 
 class _ForkedWorker:
@@ -137,7 +137,6 @@ class _ForkedWorker:
         return results
 
     def close(self) -> None:
-        """Kill the worker."""
         self._process.kill()
         self._process.join()
         self.connection.close()

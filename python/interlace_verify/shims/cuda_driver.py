@@ -45,7 +45,6 @@ def cuStreamWaitValue32(stream: Any, addr: object, value: object, flags: object)
 
 
 def cuStreamWaitValue64(stream: Any, addr: object, value: object, flags: object) -> tuple[CUresult]:
-    """Do the same with 64 bits."""
     return _wait(stream, _long_word(addr), value, flags)
 
 
@@ -63,14 +62,12 @@ def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: object) -> t
 
 
 def cuStreamWriteValue64(stream: Any, addr: Any, value: Any, flags: object) -> tuple[CUresult]:
-    """Do the same with 64 bits."""
     with of_run(stream).current():
         signal.write_value_kernel[(1,)](_long_word(addr), int(value))
     return (CUresult.CUDA_SUCCESS,)
 
 
 def cuGetErrorName(error: Any) -> tuple[CUresult, bytes]:
-    """Return the name of a result."""
     return CUresult.CUDA_SUCCESS, CUresult(error).name.encode()
 
 

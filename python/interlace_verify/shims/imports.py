@@ -112,11 +112,13 @@ def installed(*names: str) -> Iterator[None]:
 def needed_for(error: BaseException) -> str | None:
     """Return the shim of the module that ``error`` misses, or in which ``error`` was raised."""
     if isinstance(error, ModuleNotFoundError):
-        there = {str(error.name)}
+        modules_there = {str(error.name)}
     else:
         frames = traceback.walk_tb(error.__traceback__)
-        there = {str(frame.f_globals.get("__name__")) for frame, _ in frames}
-    return next((name for name, modules in SHIMS.items() if not there.isdisjoint(modules)), None)
+        modules_there = {str(frame.f_globals.get("__name__")) for frame, _ in frames}
+    return next(
+        (name for name, modules in SHIMS.items() if not modules_there.isdisjoint(modules)), None
+    )
 
 
 def calls_a_shim(kernel: Any) -> bool:
@@ -149,15 +151,15 @@ def _torch_of_a_gpu() -> Iterator[None]:
     known = set(sys.modules) - _IMPORTED
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
-    made = torch_distributed.MemoryOfTorch
+    memory_class = torch_distributed.MemoryOfTorch
     group = {"ProcessGroup": torch_distributed.SimulatedGroup}
     replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, torch_cuda.REPLACED),
         (torch.cuda.nvtx, torch_cuda.NVTX),
         (dist, group),
         (c10d, group),
-        (symmetric, {"_SymmetricMemory": made, "is_nvshmem_available": lambda: True}),
-        (of_torch, {"_SymmetricMemory": made} | group),
+        (symmetric, {"_SymmetricMemory": memory_class, "is_nvshmem_available": lambda: True}),
+        (of_torch, {"_SymmetricMemory": memory_class} | group),
     )
     real = {name: getattr(c10d, name) for name in torch_distributed.REPLACED}
 
@@ -197,8 +199,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
 
 
 def _is_own(module: types.ModuleType) -> bool:
-    """Return whether a module belongs to the checked files and not to a library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
-    inside = any(path.is_relative_to(each) for each in libraries)
+    inside = any(path.is_relative_to(library) for library in libraries)
     return not inside and not {*path.parts} & {*_LIBRARIES}

@@ -44,11 +44,9 @@ class Iris:
         self._end = 0
 
     def get_rank(self) -> int:
-        """Return this rank."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """Return the number of ranks."""
         return self.num_ranks
 
     def get_heap_bases(self) -> torch.Tensor:
@@ -61,7 +59,6 @@ class Iris:
         return torch.cat([head, self.heap_bases])
 
     def get_device(self) -> torch.device:
-        """Return the CPU."""
         return self._heap.device
 
     def barrier(self, *args: object, **kwargs: object) -> None:
@@ -70,8 +67,8 @@ class Iris:
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
         """Return a tensor on the heap. Every rank must allocate the same, in the same order."""
-        given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        shape, dtype = tuple(given), torch.get_default_dtype() if dtype is None else dtype
+        extents = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        shape, dtype = tuple(extents), torch.get_default_dtype() if dtype is None else dtype
         begin, nbytes = self._end, math.prod(shape) * dtype.itemsize
         self._end = -(-(begin + nbytes) // ALIGNMENT) * ALIGNMENT
         if self._end > self.heap_size:
@@ -84,24 +81,19 @@ class Iris:
     def full(
         self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: object
     ) -> torch.Tensor:
-        """Do as torch's ``full``, on the heap."""
         dtype = torch.tensor(fill_value).dtype if dtype is None else dtype
         return self.empty(size, dtype=dtype).fill_(fill_value)
 
     def zeros(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        """Do as torch's ``zeros``, on the heap."""
         return self.empty(*size, dtype=dtype).zero_()
 
     def ones(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
-        """Do as torch's ``ones``, on the heap."""
         return self.empty(*size, dtype=dtype).fill_(1)
 
     def zeros_like(self, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Do as torch's ``zeros_like``, on the heap."""
         return self.zeros(input.shape, dtype=kwargs.get("dtype") or input.dtype)
 
     def arange(self, *bounds: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        """Do as torch's ``arange``, on the heap."""
         values = torch.arange(*bounds, dtype=dtype)
         return self.empty(values.shape, dtype=values.dtype).copy_(values)
 
@@ -112,7 +104,6 @@ class Iris:
 
 
 def iris(heap_size: int = 1 << 30) -> Iris:
-    """Return the host's object of this rank. Collective."""
     return Iris(heap_size)
 
 
@@ -189,8 +180,6 @@ atomic_min, atomic_max = _atomic(tl.atomic_min), _atomic(tl.atomic_max)
 
 
 def _of_context(atomic: object) -> Any:
-    """Return the same as a method of :class:`DeviceContext`."""
-
     @triton.jit
     def method(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
         return atomic(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
@@ -213,7 +202,6 @@ class DeviceContext:
     @staticmethod
     @triton.jit
     def initialize(context_tensor, rank, world_size, tracing: tl.constexpr = False):
-        """Return the context that the host object's ``get_device_context`` describes."""
         ranks = tl.full((), rank, tl.int32), tl.full((), world_size, tl.int32)
         return DeviceContext(ranks[0], ranks[1], context_tensor + 2)
 

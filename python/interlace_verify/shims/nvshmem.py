@@ -48,7 +48,6 @@ _BLOCK = tl.constexpr(128)
 
 @triton.jit
 def address_of(pointer):
-    """Return a pointer of any type, or an integer, as a number."""
     return pointer.to(tl.int64, bitcast=True)
 
 
@@ -98,7 +97,7 @@ def _copy_by_threads(to, source, nbytes, first, threads):
 @triton.jit
 def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, ORDER: tl.constexpr):
     # not tl.store, because thread 0 alone stores a scalar
-    given = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
+    nbytes_and_start = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
     run_ptx(
         f"""
         {{
@@ -118,7 +117,13 @@ def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, OR
         OVER:
         }}
         """,
-        (to, source, given[0], given[1], tl.full((), threads * SIZE, tl.int64)),
+        (
+            to,
+            source,
+            nbytes_and_start[0],
+            nbytes_and_start[1],
+            tl.full((), threads * SIZE, tl.int64),
+        ),
     )
 
 
@@ -181,7 +186,6 @@ def _store_by_block(dest, source, bytes, pe):
 
 @triton.jit
 def putmem(dest, source, bytes, pe, qp_id=0):
-    """As :func:`putmem_block`, by each calling thread."""
     _put_begins()
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _put_ends()
@@ -189,7 +193,6 @@ def putmem(dest, source, bytes, pe, qp_id=0):
 
 @triton.jit
 def putmem_warp(dest, source, bytes, pe):
-    """As :func:`putmem_block`, by the 32 threads of each calling warp."""
     _put_begins()
     _store_by_warp(dest, source, bytes, pe)
     _put_ends()
@@ -215,13 +218,11 @@ def getmem_block(dest, source, bytes, pe):
 
 @triton.jit
 def getmem(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by each calling thread."""
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, 0, 1)
 
 
 @triton.jit
 def getmem_warp(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by the 32 threads of each calling warp."""
     _sync_warp()
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, _thread() % 32, 32)
     _sync_warp()
@@ -234,15 +235,15 @@ getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_war
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``. It is a put, and not ordered either."""
     _put_begins()
-    given = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
-    run_ptx("st.relaxed.sys.global.b32 [$1], $2;", given)
+    operands = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
+    run_ptx("st.relaxed.sys.global.b32 [$1], $2;", operands)
     _put_ends()
 
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
     """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed, so it needs a fence before it."""
-    given = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
+    operands = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
     ptx(
         """
         {
@@ -253,7 +254,7 @@ def signal_op(sig_addr, signal, sig_op, pe):
             @!%add st.relaxed.sys.global.u64 [$1], $2;
         }
         """,
-        (given[0], given[1], tl.full((), sig_op, tl.int32)),
+        (operands[0], operands[1], tl.full((), sig_op, tl.int32)),
     )
 
 
@@ -277,7 +278,6 @@ def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each calling thread."""
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _order_put()
     signal_op(sig_addr, signal, sig_op, pe)
@@ -285,7 +285,6 @@ def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal_warp(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each calling warp."""
     _store_by_warp(dest, source, bytes, pe)
     _order_put()
     if _thread() % 32 == 0:
@@ -298,7 +297,6 @@ putmem_signal_nbi_warp = putmem_signal_warp
 
 @triton.jit
 def compares(seen, cmp, value):
-    """Return whether ``seen`` compares with ``value`` as NVSHMEM's comparison ``cmp`` says."""
     return (
         ((cmp == 0) & (seen == value))
         | ((cmp == 1) & (seen != value))
@@ -373,14 +371,12 @@ sync_all_block = sync_all_warp = sync_all
 
 @triton.jit
 def team_n_pes(team):
-    """Return the number of ranks of ``team``."""
-    given = [tl.full((), team, tl.int32)]
-    return ptx("call ($0), nvshmem_team_n_pes, ($1);", given, is_pure=True)
+    operands = [tl.full((), team, tl.int32)]
+    return ptx("call ($0), nvshmem_team_n_pes, ($1);", operands, is_pure=True)
 
 
 @triton.jit
 def team_translate_pe(src_team, pe_in_src_team, dest_team):
-    """Return the number in ``dest_team`` of a rank of ``src_team``."""
     return tl.full((), pe_in_src_team, tl.int32) + 0 * (
         team_n_pes(src_team) + team_n_pes(dest_team)
     )
@@ -388,21 +384,19 @@ def team_translate_pe(src_team, pe_in_src_team, dest_team):
 
 @triton.jit
 def team_my_pe(team):
-    """Return the calling rank's number in ``team``."""
     return team_translate_pe(NVSHMEM_TEAM_WORLD, my_pe(), team)
 
 
 @triton.jit
 def remote_mc_ptr(team, ptr):
     """Return the multicast address, for ``multimem`` instructions, of all ranks' memory at ``ptr``."""
-    given = tl.full((), team, tl.int32), address_of(ptr)
-    address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", given, tl.int64, True)
+    operands = tl.full((), team, tl.int32), address_of(ptr)
+    address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", operands, tl.int64, True)
     return address.to(ptr.dtype, bitcast=True)
 
 
 @triton.jit
 def barrier(team):
-    """Do :func:`barrier_all` for the ranks of ``team``."""
     team_n_pes(team)
     barrier_all()
 
@@ -411,7 +405,6 @@ barrier_block = barrier_warp = team_sync_block = team_sync_warp = barrier
 
 
 def team_size(team: int) -> int:
-    """Return the number of ranks of ``team``. ValueError for an unknown team."""
     if team not in (0, 1, 2):
         raise ValueError(
             "team must be NVSHMEM_TEAM_WORLD (0), NVSHMEM_TEAM_SHARED (1) or NVSHMEMX_TEAM_NODE (2), got "

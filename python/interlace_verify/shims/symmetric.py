@@ -21,22 +21,19 @@ _meetings: dict[Place, Place] = {}
 def ptx(
     text: Any, values: Any = (), dtype: Any = tl.int32, is_pure: Any = False, _semantic: Any = None
 ) -> Any:
-    """Return each thread's results of a piece of PTX, in compiled and in interpreted kernels.
-
-    Results, of one ``dtype`` or of several, are the first operands $0, $1, ...; then come ``values``.
-    """
+    """Return each thread's results of a piece of PTX: its operands $0, $1, ...; then come ``values``."""
     known = {} if _semantic is None else {"_semantic": _semantic}
     kinds = tl.core._unwrap_if_constexpr(dtype)
     results = kinds if isinstance(kinds, (tuple, tl.tuple)) else [kinds]
     letters = [f"={_letter(tl.core._unwrap_if_constexpr(kind))}" for kind in results]
     letters += [_letter(value.dtype) for value in values]
     several = len(values) > 1  # Triton does not mix pointers with other numbers
-    given = [
+    operands = [
         value.to(tl.int64, bitcast=True, **known) if several and value.dtype.is_ptr() else value
         for value in values
     ]
-    how = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
-    return tl.inline_asm_elementwise(text, ",".join(letters), given, **how, **known)
+    options = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
+    return tl.inline_asm_elementwise(text, ",".join(letters), operands, **options, **known)
 
 
 def run_ptx(text: object, values: object = (), _semantic: object = None) -> None:
@@ -45,7 +42,6 @@ def run_ptx(text: object, values: object = (), _semantic: object = None) -> None
 
 
 def _letter(kind: Any) -> str:
-    """Return inline PTX's constraint letter for registers of type ``kind``."""
     if kind.is_ptr():
         return "l"
     bits = kind.primitive_bitwidth
@@ -68,7 +64,6 @@ def my_pe():
 
 @triton.jit
 def n_pes():
-    """Return the number of ranks."""
     return ptx("call ($0), nvshmem_n_pes, ();", is_pure=True)
 
 
@@ -78,8 +73,8 @@ def remote_ptr(pointer, pe):
 
     ValueError for memory that is not symmetric or not on all ranks yet, and for a rank that does not exist.
     """
-    given = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
-    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", given, tl.int64, True)
+    operands = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
+    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", operands, tl.int64, True)
     return address.to(pointer.dtype, bitcast=True)
 
 
@@ -104,10 +99,10 @@ def _meet() -> None:
     if place not in _meetings:
         # its own group, so that the host's barriers are counted apart
         _meetings[place] = place.subgroup(tuple(range(place.world_size)), -1)
-    own = _meetings[place]
-    own.arrive()
-    own.exchange(b"", "barrier_all")
-    own.depart()
+    meeting = _meetings[place]
+    meeting.arrive()
+    meeting.exchange(b"", "barrier_all")
+    meeting.depart()
 
 
 FUNCTIONS.update(

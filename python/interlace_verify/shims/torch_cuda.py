@@ -49,8 +49,6 @@ def _current() -> UserStream:
 
 
 class RankStream:
-    """A stream of the calling rank."""
-
     def __init__(self, device: object = None, priority: int = 0, **known: UserStream) -> None:
         self.device, self.priority = torch.device("cuda", current_device()), priority
         self.of_run = known.get("of_run") or run_streams().add(_place())
@@ -104,7 +102,6 @@ class RankEvent:
         self._point = (_current() if stream is None else stream.of_run).record()
 
     def wait(self, stream: RankStream | None = None) -> None:
-        """Order later work of ``stream`` after the event."""
         if self._point is not None:  # in CUDA an event that was never recorded is complete
             (_current() if stream is None else stream.of_run).wait_event(self._point)
 
@@ -204,15 +201,11 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 class RankDevice(contextlib.nullcontext[None]):
-    """A context for the rank's only device, which is always the current one."""
-
     def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
 class MemoryPool:
-    """A memory pool that is not used."""
-
     id = (0, 0)
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
@@ -268,9 +261,9 @@ class OnOneCpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         if func in _SITE:
-            own = bool(self._streams.mine()) and not _asked_by_us()
-            where = torch.device("cuda", current_device()) if own else torch.device("cpu")
-            return own if func == _Tensor.is_cuda.__get__ else where
+            is_users = bool(self._streams.mine()) and not _asked_by_us()
+            where = torch.device("cuda", current_device()) if is_users else torch.device("cpu")
+            return is_users if func == _Tensor.is_cuda.__get__ else where
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return args[0]
         if func is _Tensor.record_stream:

@@ -36,8 +36,6 @@ _groups: dict[int, str] = {}  # group names of allocations that have one, by add
 
 
 class MemoryOfTorch(SymmetricMemory):
-    """The handle, with the static functions of torch's class."""
-
     signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
 
     @staticmethod
@@ -49,10 +47,7 @@ class MemoryOfTorch(SymmetricMemory):
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
-        """Allocate symmetric memory of this rank, for the whole run: to free it would wait for the device.
-
-        ``alloc_id``, which would return the same memory again, is ignored.
-        """
+        """Allocate for the whole run (to free it would wait for the device); ``alloc_id`` is ignored."""
         functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         whole = functions.empty(max(elements, 0), dtype=dtype)
@@ -107,8 +102,6 @@ class PacketOnRanks(OpOverloadPacket):
 
 
 class OverloadOnRanks(OpOverload):
-    """The same for its overload ``default``."""
-
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
 
@@ -143,10 +136,7 @@ class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
 
 
 class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
-    """A process group of torch over simulated ranks, in place of ``dist.ProcessGroup``.
-
-    Like that class it can be constructed from a rank and a size, and derived from.
-    """
+    """A process group of torch over simulated ranks; constructed as ``dist.ProcessGroup`` is."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super(InterlaceProcessGroup, self).__init__(*args, **kwargs)
@@ -173,7 +163,6 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
 
 def join(place: Place) -> None:
-    """Register the group of all ranks as torch's default group, for the rank of ``place``."""
     group = SimulatedGroup.over(place, groups.default_group, DEFAULT_NAME)
     _c10d._world.default_pg = _register(group, range(place.world_size))
 
@@ -199,11 +188,11 @@ def destroy_process_group(group: object = None) -> None:
 
 def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
     """Return the group of ``ranks`` to its members. Collective over all ranks."""
-    made = new_simulated_group(ranks)
-    if not isinstance(made, Communicator):
-        return made
-    name = name_of(groups.default_group(), made)
-    return _register(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
+    group = new_simulated_group(ranks)
+    if not isinstance(group, Communicator):
+        return group
+    name = name_of(groups.default_group(), group)
+    return _register(SimulatedGroup.over(group.place, lambda: group, name), group.ranks)
 
 
 def resolve_process_group(name: str) -> Any:

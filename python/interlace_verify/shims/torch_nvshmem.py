@@ -47,6 +47,5 @@ get_nbi = get
 
 @triton.jit
 def wait_until(ivar, cmp_op, cmp_val):
-    """Wait until a local int32 compares."""
     word = nvshmem.address_of(ivar).to(tl.pointer_type(tl.int32))
     return nvshmem.wait_for_word(word, cmp_op, cmp_val)

@@ -35,9 +35,10 @@ from interlace_verify.lint_check.check import (
 )
 from interlace_verify.protocols.patterns import PATTERNS, explore_pattern
 from interlace_verify.race_check.check import races
-from interlace_verify.race_check.findings import Finding, RaceReport, in_words, on_more_ranks
+from interlace_verify.race_check.findings import Finding, RaceReport, on_more_ranks
 from interlace_verify.schedule_check import parallel
 from interlace_verify.schedule_check.check import ScheduleReport, schedules
+from interlace_verify.schedule_check.interleaving import in_words
 from interlace_verify.shims.imports import calls_a_shim, needed_for
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -98,7 +99,7 @@ class JobResult:
     def texts(self) -> list[tuple[Any, str]]:
         """Return (key, text) of findings and refusals; the same cause has the same key."""
         race = isinstance(self.report, RaceReport)
-        causes = [each.cause for each in self.report.findings] if race else []  # type: ignore[union-attr]
+        causes = [finding.cause for finding in self.report.findings] if race else []  # type: ignore[union-attr]
         causes += self.findings[len(causes) :]
         refusals = [f"not checked: {text}" for text in self.refusals]
         return [*zip(causes, self.findings, strict=True), *zip(refusals, refusals, strict=True)]
@@ -130,9 +131,9 @@ class Job(NamedTuple):
             result = self.without_result(f"the check ended with {type(error).__name__}: {error}")
         return replace(result, seconds=processor_seconds() - begin)
 
-    def without_result(self, how: str) -> JobResult:
-        """Return the result of a check that ended without one; ``how`` says why."""
-        return self._named(_result("0 runs", refusals=(how,)))
+    def without_result(self, reason: str) -> JobResult:
+        """Return the result of a check that ended without one; ``reason`` says why."""
+        return self._named(_result("0 runs", refusals=(reason,)))
 
     def _named(self, result: JobResult) -> JobResult:
         return replace(result, subject=self.subject, check=self.check, variant=self.variant)
@@ -152,22 +153,24 @@ def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
 
 def function_jobs(subject: str, fn: Callable[[], object], plan: CheckPlan) -> list[Job]:
     """Return races and schedules of a user's function; reports of races list the kernels to lint."""
-    return _jobs({subject: {"": fn}}, plan, own=True)
+    return _jobs({subject: {"": fn}}, plan, is_users=True)
 
 
 def _jobs(
-    subjects: Mapping[str, dict[str, Callable[[], object]]], plan: CheckPlan, own: bool = False
+    subjects: Mapping[str, dict[str, Callable[[], object]]], plan: CheckPlan, is_users: bool = False
 ) -> list[Job]:
-    every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
+    variants_of_all = [
+        (name, *each) for name, variants in subjects.items() for each in variants.items()
+    ]
     jobs = []
 
     def add(check: str, world_size: int, job: Callable[..., Any], *arguments: Any) -> None:
-        for subject, variant, fn in every:
+        for subject, variant, fn in variants_of_all:
             text = f"{variant} {world_size} ranks".strip()
             jobs.append(Job(subject, check, text, partial(job, fn, world_size, *arguments)))
 
     for world_size in plan.ranks:
-        add("races", world_size, _races, plan, own)
+        add("races", world_size, _races, plan, is_users)
     if plan.schedules:
         add("schedules", min(plan.ranks), _schedules, plan, False)
         add("late stores", min(plan.ranks), _schedules, plan, True)
@@ -184,7 +187,7 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
     ]
 
 
-def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool) -> JobResult:
+def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, is_users: bool) -> JobResult:
     notes = []
     with compiled_for(plan.run_for) as arches:
         report = _race(fn, world_size, plan)
@@ -202,7 +205,7 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
     if not (report.events or report.errors or refusals):
         refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
     count = f"{report.events} accesses in {in_words(len(report.seeds), 'schedule')}"
-    report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
+    report = replace(report, launches=tuple(_to_lint(report, plan)) if is_users else ())
     found = {"refusals": tuple(refusals), "notes": (*notes, *report.notes)}
     return _result(count, _texts(report), report=report, **found)
 
@@ -217,16 +220,16 @@ def _race(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceRep
     more = min(plan.seeds - 1, int(left / max(time.process_time() - here, 1e-9)))
     if more < 1 or not report.clean:
         return report
-    others = races(fn, world_size, seeds=range(1, 1 + more))
+    more_races = races(fn, world_size, seeds=range(1, 1 + more))
     return replace(
-        others,
-        seeds=report.seeds + others.seeds,
-        events=report.events + others.events,
-        launches=report.launches + others.launches,
-        ordering=report.ordering | others.ordering,
-        loads=report.loads | others.loads,
-        received=report.received | others.received,
-        superfluous=tuple(each for each in report.superfluous if each in others.superfluous),
+        more_races,
+        seeds=report.seeds + more_races.seeds,
+        events=report.events + more_races.events,
+        launches=report.launches + more_races.launches,
+        ordering=report.ordering | more_races.ordering,
+        loads=report.loads | more_races.loads,
+        received=report.received | more_races.received,
+        superfluous=tuple(each for each in report.superfluous if each in more_races.superfluous),
     )
 
 
@@ -302,14 +305,16 @@ def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
                 key = result.subject, finding.cause
                 known = found.get(key)
                 found[key] = on_more_ranks(known, report.world_size) if known else finding
-    told = []
+    first_results = []
     for result in results:
         if isinstance(report := result.report, RaceReport):
-            mine = [found.pop((result.subject, each.cause), None) for each in report.findings]
-            report = replace(report, findings=tuple(filter(None, mine)))
+            kept_findings = [
+                found.pop((result.subject, each.cause), None) for each in report.findings
+            ]
+            report = replace(report, findings=tuple(filter(None, kept_findings)))
             result = replace(result, report=report, findings=tuple(_texts(report)))
-        told.append(result)
-    return told
+        first_results.append(result)
+    return first_results
 
 
 def lint_shipped(
@@ -334,7 +339,6 @@ def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
 
 
 def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
-    """Return the entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
     return one_of_each(chosen) if plan.quick else chosen
@@ -352,7 +356,7 @@ def lint_launches(
     Skip interlace's kernels, and kernels that call a shim, because its code differs from the code of the
     real package. Leave out findings that the race checks have settled.
     """
-    checked = [each.report for each in results if isinstance(each.report, RaceReport)]
+    checked = [result.report for result in results if isinstance(result.report, RaceReport)]
     ended = not any(report.errors or report.refusals for report in checked)
     ordering = frozenset().union(*(report.ordering for report in checked if ended))
     private = frozenset().union(*(report.loads for report in checked if ended))
@@ -377,7 +381,7 @@ def launched_kernels(
     results: Sequence[JobResult],
 ) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
     """Return, by name, all forms of kernels that race checks saw, or the reason not to lint one."""
-    reports = (each.report for each in results if isinstance(each.report, RaceReport))
+    reports = (result.report for result in results if isinstance(result.report, RaceReport))
     return [*{repr(each): each for report in reports for each in report.launches}.values()]
 
 

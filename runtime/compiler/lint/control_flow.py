@@ -20,7 +20,6 @@ class Flow:
 
     @functools.cached_property
     def _later(self) -> list[int]:
-        """The instructions after each one, as bit sets."""
         later = [0] * len(self._next)
         for index in self.order[::-1]:
             for after in self._next[index]:

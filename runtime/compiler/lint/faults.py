@@ -1,8 +1,7 @@
 """The rules for compiled kernels by name, the class of a fault, and its source lines.
 
-The rules read text that the compiler leaves behind (Triton's IR, PTX and SASS), so they need no GPU. They
-are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``. Users see this table and use its names in
-``ignore``, so the names do not change.
+The rules read text that the compiler leaves behind (Triton's IR, PTX and SASS), so they need no GPU. Users
+write the names of this table in ``ignore``, so the names do not change.
 
 An instruction of an inlined function has a *chain* of frames, innermost first: the line in the function,
 the line that called it, and so on up to the kernel. Source order is the order of the lines in the outermost
@@ -41,8 +40,7 @@ def later(chain: FrameChain, other: FrameChain) -> bool:
 
 
 def describe(chain: FrameChain) -> SourceText:
-    """Return the innermost line and the kernel's: "a.py:69 in f, called at b.py:9". Without ``in f`` if the
-    file is missing."""
+    """Return the innermost line and the kernel's: "a.py:69 in f, called at b.py:9"."""
     if not chain or not chain[0].line:
         return SourceText("")
     text = place(chain[0], name_function=len(chain) > 1)

@@ -14,8 +14,7 @@ They also count the lines of an inline assembly text as if they were lines of th
 The later form is ambiguous. If A calls B at two lines and B calls C, C's instructions name their line of B,
 but not the call of B. That line has one ``.loc`` per call, but not one at each block of C, and blocks are
 not in source order, so the last ``.loc`` may belong to the other call. The preceding instructions decide:
-of the possible chains, an instruction has the one that shares the most calls with the instruction before
-it.
+of the possible chains, an instruction has the one that shares the most calls with the one before it.
 """
 
 import functools
@@ -49,7 +48,6 @@ class Places:
         self._of_instructions: list[tuple[FrameChain, ...]] = []
 
     def read(self, directive: str) -> None:
-        """Read a ``.loc`` directive."""
         found = _LOC.match(directive)
         if not found:
             self._now = {(): None}
@@ -141,14 +139,12 @@ class PtxInstruction:
 
     @functools.cached_property
     def registers(self) -> tuple[str, ...]:
-        """Return all registers of the operands; the result of a load or arithmetic operation comes
-        first."""
+        """Return all registers of the operands, first the result of a load or arithmetic operation."""
         return tuple(_REGISTER.findall(self.operands))
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
-        """Return the registers that a load, an atomic or an arithmetic operation writes: its first
-        operand."""
+        """Return the registers that it writes: the first operand of a load, atomic or arithmetic."""
         first = self.operands.lstrip()
         if first.startswith("["):
             return ()
@@ -166,8 +162,6 @@ class PtxInstruction:
 
 
 class PtxModule:
-    """All functions of a PTX module."""
-
     def __init__(self, ptx: str) -> None:
         places = Places(ptx)
         self.instructions: list[PtxInstruction] = []

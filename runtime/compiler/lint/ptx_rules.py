@@ -18,14 +18,12 @@ _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 
 def is_release(one: PtxInstruction) -> bool:
-    """Return whether it is an atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
     return ordered and one.kind in ("atom", "red", "st", "multimem") and one.is_global
 
 
 def is_acquire(one: PtxInstruction) -> bool:
-    """Return whether it is a load or an atomic that waits. ``acq_rel`` counts: a counter may elect a
-    program."""
+    """Return whether it waits: a load or an atomic. ``acq_rel`` counts: a counter may elect a program."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
     return ordered and one.kind in ("ld", "atom", "multimem") and one.is_global
 

@@ -1,8 +1,5 @@
 """SASS: its instructions, its loops, the rules over it, and all faults of a kernel's IR, PTX and SASS.
 
-All functions here are pure functions over text, so each rule is tested on text that it must flag. The rules
-of memory ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` applies all rules.
-
 The order of loads and waits is checked in the PTX, not in the SASS: ptxas keeps loads after an acquire, and
 the SASS has only the innermost line of inlined calls.
 
@@ -90,14 +87,11 @@ _ROUNDS = 16  # more than can be in flight
 class Loop:
     """One loop of the SASS, or the code outside all loops, which has no name and depth 0.
 
-    ``where`` is the line of the branch back. The counts are of this loop without the loops inside it:
-    ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each of which
-    waits until all earlier stores have arrived; ``loads_in_flight``, the largest number of global loads, by
-    thread or by descriptor, that nothing has waited for, in program order; ``bytes_in_flight`` and
-    ``loaded_bytes`` of one thread, without descriptors, in flight at once and in the whole round. For loads
-    by descriptor, those between two waits count, which is one stage of a pipeline. Polls of signals do not
-    count as loads. ``products`` of tensor cores, ``conversions`` of floats to other widths and ``loads`` of
-    global memory are those of a whole round.
+    ``where`` is the line of the branch back; docs/reference/kernel-counts.md explains the counts. They are
+    of this loop without the loops inside it. ``fences`` are of system scope: each waits until all earlier
+    stores have arrived. Loads by descriptor are in flight between two waits, which is one stage of a
+    pipeline. Polls of signals do not count as loads. ``products``, ``conversions`` and ``loads`` count
+    for a whole round.
     """
 
     where: str
@@ -160,8 +154,7 @@ def _bytes(one: Operation) -> int:
 
 
 def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
-    """Return the largest number of loads in flight at once, and the largest number of bytes of one
-    thread."""
+    """Return the largest number of loads in flight at once, and of bytes of one thread."""
     registers: list[tuple[set[int], int]] = []  # of loads that are not used yet; their bytes
     groups: list[list[int]] = [[]]  # bytes of copies into shared memory by group, the last one open
     most = most_bytes = 0
@@ -294,8 +287,7 @@ def find_weakened(program: PtxModule, sass: str) -> list[Fault]:
 
 
 def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list[Fault]:
-    """Apply all rules but those on registers to the first IR, the PTX, and the SASS with line
-    information."""
+    """Apply all rules but those on registers to the first IR, the PTX, and the SASS with its lines."""
     program = PtxModule(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)

@@ -75,7 +75,6 @@ class TritonIR:
         return dots
 
     def dropped_waits(self, program: PtxModule) -> list[Fault]:
-        """Find waits that are not in ``program``, the PTX of this module."""
         kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
         lines = {(frame.path, frame.line) for frame in kept}
         unplaced = any(frame.line == 0 for frame in kept)
@@ -113,13 +112,11 @@ class TritonIR:
         return " = tt.load " in text and not _STRONGER.search(text)
 
     def _accesses(self, line: str) -> bool:
-        """Return whether ``line`` reads memory, so that its result is not computed from an address
-        alone."""
+        """Return whether ``line`` reads memory: its result is not computed from an address alone."""
         text = self._with_callee(line)
         return " = tt.load " in text or _STRONGER.search(text) is not None
 
     def _with_callee(self, line: str) -> str:
-        """Return ``line``, or the body of the function that it calls."""
         if call := re.search(r"= tt\.call @([^(]+)\(", line):
             called = f"@{call.group(1)}("
             starts = (
@@ -129,7 +126,6 @@ class TritonIR:
         return line
 
     def _body(self, start: int) -> list[str]:
-        """Return the lines of the loop or function that begins at ``start``."""
         if start >= len(self._lines):
             return []
         indent = len(self._lines[start]) - len(self._lines[start].lstrip())
@@ -140,8 +136,7 @@ class TritonIR:
         return self._lines[start:]
 
     def _decides(self, body: list[str], load: str, carried: list[str]) -> bool:
-        """Return whether the loop ends depending on ``load``, now or a round later, other than as a
-        bound."""
+        """Return whether the loop ends depending on ``load``, now or a round later, but not as a bound."""
         known, counters = _results(load), set(carried)
         for line in body[1:]:  # a loop waits for a value that it reads anew each round
             if _STRONGER.search(self._with_callee(line)):
@@ -176,8 +171,7 @@ def _polling_lines(program: PtxModule) -> set[tuple[str, int]]:
 
 
 def _varying(body: list[str]) -> set[str]:
-    """Return the names that may change from round to round of a loop; results of plain loads do not
-    count."""
+    """Return the names that may change from round to round of a loop, without results of plain loads."""
     varying = set(_VALUE.findall("".join(line for line in body if "^bb" in line)))
     for line in body:
         changes = re.search(r"\bscf\.|tt\.call|atomic|inline_asm", line)

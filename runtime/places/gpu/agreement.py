@@ -3,8 +3,7 @@
 Streams make ops asynchronous. A host that waits for its peers at every call would lose its head start on
 the GPU. So a rank does not wait again for a call on which all ranks have agreed before: it writes a note of
 the call where the peers see it, and continues. The notes are compared afterwards, at the rank's next calls
-and by its watchdog. A difference is then reported as it would have been at the call, on all ranks, and
-fails the group.
+and by its watchdog. A difference is then reported as at the call, on all ranks, and fails the group.
 
 Only calls that are equal on all ranks and have no part of the rank's own (``Call.part``) are assumed to
 agree again. A part, such as the length of a shard, may differ the next time. A rank waits for calls with a
@@ -36,8 +35,6 @@ its number is written. Every rank's own board, after a workspace's header, into 
 A row is overwritten NOTES calls later. A rank waits before it overwrites a note that a peer has not
 compared. An area is overwritten two texts later. By then all ranks have noted the call of the text in
 between, so they have finished with the one before.
-
-Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
 """
 
 import hashlib
@@ -64,15 +61,10 @@ from interlace.runtime.processes.recorder import ENTRIES
 class OpRecord:
     """The ops of one rank in the record of its host's ranks, which outlives the rank: ``recorder.py``.
 
-    An op begins in the record when the host asks the others about it, or, if it knows their answers, with
-    the first part that it enqueues. It has ended when the device says so: the device writes EPOCH in the
-    header of the workspace in which the op's last part was enqueued, and the watchdog copies it to the host
-    while anything is in flight. So ends are recorded up to 0.1 s late. The rank for which a wait timed out
-    also comes from the device, from the status record of that header.
-
-    From the first graph capture on, a replay may increment an EPOCH that this host has not enqueued. Then
-    no end of an op is recorded any more, except of ops that enqueue nothing. ``processes``: the place
-    without the GPU.
+    docs/how-to/run/record.md says when an op begins and ends there. The device writes EPOCH in the header
+    of the workspace in which the op's last part was enqueued, and the watchdog copies it to the host. From
+    the first graph capture on, a replay may increment an EPOCH that this host has not enqueued. So then
+    only ops that enqueue nothing have an end. ``processes``: the place without the GPU.
     """
 
     def __init__(self, processes: Any) -> None:
@@ -150,9 +142,7 @@ class _AgreedCall:
 
 
 class Agreement:
-    """One rank's side, which all ranks make. ``number`` is that of its last call, ``differs`` that of the
-    first mismatch; ``ops`` is the record of the agreed calls.
-    """
+    """One rank's side. ``number``: of its last call; ``differs``: of the first mismatch."""
 
     def __init__(self, processes: Place) -> None:
         self._processes: Any = processes
@@ -179,8 +169,6 @@ class Agreement:
         self._lock = threading.Lock()
         self.ops = OpRecord(processes)
 
-    # -- the two ways of a call ----------------------------------------------------------------
-
     def agree(self, call: Call) -> list[bytes]:
         """Return every rank's message of ``call``, by rank; the caller compares them. Collective."""
         message = call.message
@@ -200,7 +188,6 @@ class Agreement:
         return known.answers
 
     def _next(self, doing: str, compared: tuple[_AgreedCall, Call] | None) -> int:
-        """Return the number of the next call, and note what it is to be compared with."""
         number = self.number + 1
         if number > self._room:
             self._make_room(number, doing)
@@ -271,8 +258,6 @@ class Agreement:
                 self._heard[peer][theirs] = answers[peer]
         self._waited = 0
         return answers
-
-    # -- notes ---------------------------------------------------------------------------------
 
     def _at(self, number: int) -> int:
         """Return the first word of the row of a call, on rank 0's board."""
@@ -346,8 +331,6 @@ class Agreement:
             f"than that of rank {self._rank}"
         )
 
-    # -- afterwards ----------------------------------------------------------------------------
-
     def mismatch(self) -> Exception | None:
         """Compare the peers' new notes. Callable from any thread; never waits."""
         if self._compared == self.number or not self._boards:
@@ -381,7 +364,6 @@ class Agreement:
         return ready
 
     def _difference(self, peer: int, call: Call, number: int) -> Exception:
-        """Return the error that an exchange would have raised."""
         messages = [call.message] * self._world_size
         try:
             for other in self._peers:

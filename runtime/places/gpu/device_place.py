@@ -1,8 +1,5 @@
 """The base of all places on GPUs: streams, submission, workspaces, residency, and how an op fails.
 
-A subclass defines how memory is allocated (:meth:`DevicePlace._allocate`) and how ranks meet
-(:meth:`DevicePlace.exchange`).
-
 Epochs. An op's epoch is in device memory, and kernels read it there. The host counts along, by
 workspace, as long as it can. From the first graph capture on, a replay can run ops of which the host does
 not know, so then only kernels signal. Until then, streams themselves write epochs (``words_for``). Waits
@@ -27,8 +24,7 @@ A program counts as a whole multiprocessor. Signal kernels, of one warp, do not 
 ``program_limit`` leaves. Copies and torch code wait for no other rank while they hold one.
 
 An op that has to wait for another one joins it: from then on both are one *chain*, which never needs more
-than its largest op. A single group is one chain and costs nothing, because its ops follow each other
-anyway.
+than its largest op. A single group is one chain and costs nothing: its ops follow each other anyway.
 
 Ops that a graph replays are not seen. A program that replays graphs of several groups at the same time must
 order the replays alike on all ranks, on one stream.
@@ -91,7 +87,7 @@ class Residency:
             other_chains = [chain for chain in chains.values() if chain is not own_chain]
             while (
                 other_chains
-                and own_chain.largest + sum(each.largest for each in other_chains) > self.capacity
+                and own_chain.largest + sum(chain.largest for chain in other_chains) > self.capacity
             ):
                 other = other_chains.pop(0)
                 waited += other.ends
@@ -176,8 +172,6 @@ class DevicePlace(Place):
         self._side: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
 
-    # -- memory --------------------------------------------------------------------------------
-
     @abstractmethod
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         """Allocate zeroed symmetric memory, which every rank may write once this returns. Collective."""
@@ -213,13 +207,8 @@ class DevicePlace(Place):
         """Handle a loaded kernel: Triton's ``CompiledKernel``, with ``module`` and ``function``."""
 
     def agree(self, call: Call) -> list[bytes]:
-        """Return every rank's message of ``call``, by rank; the caller compares them. Collective.
-
-        A place may answer for peers that have agreed to the same call before, and check that later.
-        """
+        """Return every rank's message of ``call``, by rank; the caller compares them. Collective."""
         return self.exchange(call.message, call.op)
-
-    # -- where the caller is -------------------------------------------------------------------
 
     def caller(self) -> StreamTarget:
         """Return the caller's current CUDA stream, and the graph capture that it is in."""
@@ -256,8 +245,6 @@ class DevicePlace(Place):
         if start is not None and start.target == target:
             start.record()
             self._start = None
-
-    # -- streams -------------------------------------------------------------------------------
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         urgent = priority or self.high_priority
@@ -362,8 +349,6 @@ class DevicePlace(Place):
                 return
             self._in_flight.popleft()
 
-    # -- signals of streams --------------------------------------------------------------------
-
     def _stream_words(self) -> driver.Driver | None:
         """Return the driver with which this rank's streams write words; None if they cannot or must not."""
         return driver.stream_words(self._index)
@@ -397,8 +382,6 @@ class DevicePlace(Place):
 
     def poll_limit(self) -> int:
         return int(self._poll_seconds * POLLS_PER_SECOND)
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
         if self.failure is not None:

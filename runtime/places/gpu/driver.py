@@ -28,8 +28,7 @@ def gpu_problem() -> str:
 
 
 def own_gpu() -> torch.device:
-    """Return the GPU of this process, its current one. If none was ever chosen and ``torchrun`` has
-    assigned one, make that the current GPU."""
+    """Return the GPU of this process, its current one; first choose ``torchrun``'s if none was chosen."""
     local = local_rank()
     if local is not None and not torch.cuda.is_initialized():
         torch.cuda.set_device(local % torch.cuda.device_count())
@@ -76,7 +75,6 @@ class Driver:
         return not self._attribute(ctypes.byref(able), CAN_USE_WORDS, device) and bool(able.value)
 
     def capture(self, stream: int) -> int:
-        """Return the number of the graph capture that ``stream`` is in."""
         status, number = ctypes.c_int(), ctypes.c_uint64()
         error = self._capture(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
         _check(error, "cuStreamGetCaptureInfo")

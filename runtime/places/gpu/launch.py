@@ -117,10 +117,15 @@ class _Compiled:
             count += fields
         self._order: list[tuple[int, Any]] = []
         self._tuples: list[slice] = []  # of the values in the order of the parameters
-        for each in inspect.signature(launch.kernel.fn).parameters.values():
+        for parameter in inspect.signature(launch.kernel.fn).parameters.values():
             begin = len(self._order)
-            self._order += [(i, each.default) for i in places.get(each.name, range(-1, 0))]
-            if isinstance(launch.arguments.get(each.name), tuple) and each.name not in fixed:
+            self._order += [
+                (i, parameter.default) for i in places.get(parameter.name, range(-1, 0))
+            ]
+            if (
+                isinstance(launch.arguments.get(parameter.name), tuple)
+                and parameter.name not in fixed
+            ):
                 self._tuples.append(slice(begin, len(self._order)))
         if [index for index, _ in self._order] == list(range(count)):
             self._order = []  # the given order
@@ -136,7 +141,6 @@ class _Compiled:
         return [values[index] if index >= 0 else default for index, default in self._order]
 
     def _nest(self, values: Sequence[object]) -> list[object]:
-        """Return one value per parameter: the values of a tuple as a tuple."""
         nested = list(values)
         for part in reversed(self._tuples):
             nested[part] = [tuple(nested[part])]

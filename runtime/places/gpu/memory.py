@@ -178,10 +178,7 @@ class TorchMemory:
         self._group = symmetric.register_bare_group(self._name, self._store, rank, world_size)
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """Allocate memory of all ranks; ``overlapping``: two ranks are on one GPU.
-
-        Raises MemoryRefused, on all ranks, if it fails.
-        """
+        """Allocate memory of all ranks, or raise MemoryRefused on all; ``overlapping``: two share a GPU."""
         with _lock, together(self._exchange):
             with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
@@ -201,7 +198,6 @@ class TorchMemory:
         return memory
 
     def _meet_ranks(self, memory: torch.Tensor) -> Any:
-        """Return torch's handle of ``memory``, once all ranks have come."""
         agree_on(self._exchange, VALUE)
         with interrupted_after(self._seconds) as passed:
             try:
@@ -221,7 +217,6 @@ class TorchMemory:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set the variable to ``value`` within the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -240,7 +235,6 @@ _given_up: "list[_Exported]" = []
 
 
 def cupy() -> Any:
-    """Return the module CuPy; PlaceUnavailableError if it is missing."""
     try:
         import cupy
     except ImportError as error:
@@ -248,9 +242,6 @@ def cupy() -> Any:
             "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
         ) from error
     return cupy
-
-
-# -- CUDA IPC ----------------------------------------------------------------------------------
 
 
 class _Exported:

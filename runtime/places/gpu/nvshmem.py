@@ -2,8 +2,7 @@
 
 Within a node it works like the place ``cuda``: ranks address each other's memory. To other nodes, kernels
 put by NVSHMEM. Only kernels that put are linked with its device library. NVSHMEM's mappings determine which
-ranks share a node. If all nodes of a machine share one NVLink domain, there is one node, and no kernel
-puts.
+ranks share a node. If all nodes of a machine share one NVLink domain, it is one node: no kernel puts.
 
 Streams signal only by kernels, because stream memory operations need the peer's address, too.
 
@@ -106,10 +105,7 @@ PROBE_BYTES = 16
 
 
 class NvshmemPlace(DeviceProcessPlace):
-    """One rank on one GPU, of all ranks with which NVSHMEM was started. Making it is collective.
-
-    Raises PlaceUnavailableError on all ranks if one lacks a GPU, torch with NVSHMEM, or the library.
-    """
+    """One rank on one GPU, of all ranks with which NVSHMEM was started. Making it is collective."""
 
     name = "nvshmem"
 

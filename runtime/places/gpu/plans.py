@@ -349,15 +349,10 @@ class Plans:
         self._answered: tuple[bytes, list[bytes]] | None = None
         self.hits = 0
 
-    # -- the short way -------------------------------------------------------------------------
-
     def again(
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
     ) -> tuple[object] | None:
-        """Repeat a call of a known kind and return (result,), or (its Work,) if ``async_op``.
-
-        Returns None for a call of another kind, which is then made without a plan, and watched.
-        """
+        """Repeat a call of a known kind: (result,), or (its Work,) if ``async_op``; None for others."""
         op, into = form.op, form.fills
         if into is None:
             return None
@@ -530,8 +525,6 @@ class Plans:
             end.points, end.submitted = [Point(target)], True
         return end
 
-    # -- the long way, watched -----------------------------------------------------------------
-
     def agree(self, call: Call) -> list[bytes]:
         """Return every rank's message of ``call``, which may be a part of what is being recorded."""
         answered, self._answered = self._answered, None
@@ -575,9 +568,9 @@ def _where_they_lie(
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False
     first = last = index = 0
-    for each in operands:
+    for operand in operands:
         start = end = addresses[index]
-        for _ in range(1 if isinstance(each, torch.Tensor) else len(each)):
+        for _ in range(1 if isinstance(operand, torch.Tensor) else len(operand)):
             if addresses[index] != end:
                 return False
             end += tensors[index].nbytes

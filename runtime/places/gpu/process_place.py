@@ -8,16 +8,11 @@ and delivers an abort. This file has the GPU's part: agreement that does not del
 Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS. Each item that a rank enqueues waits only for items
 that every rank enqueues before it, so one hardware queue suffices.
 
-The watchdog is a thread that finds failures while the host goes on: the host enqueues work and does not
-wait for it. There is one per place. It sleeps while no work runs; otherwise it looks every 50 ms for
-
-=======================  ============================================================================
-a wait that timed out    in a kernel: its record in the header of the workspace
-peers                    a process that ended, a group that was aborted (``place.trouble()``)
-=======================  ============================================================================
-
-If it finds one, it fails the place: it keeps the error for the next call and aborts the group on all ranks,
-and every wait in every kernel returns. Results that are computed after that are void.
+The watchdog is a thread that finds failures while the host enqueues work and does not wait for it. There is
+one per place. It sleeps while no work runs. Otherwise it looks every 50 ms for kernels whose wait timed out
+(a record in the header of the workspace says so), and for peers that ended or aborted the group. It then
+fails the place: it keeps the error for the next call and aborts the group on all ranks, and every wait in
+every kernel returns.
 
 The thread does not query CUDA, because queries would end another thread's graph capture. It copies a
 header to pinned memory in one look and reads it in the next.
@@ -76,7 +71,6 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
         self._stopped = True
         self._wanted.set()
         thread, self._thread = self._thread, None
@@ -127,7 +121,6 @@ class Watchdog:
         return None
 
     def _busy(self, place: Any) -> bool:
-        """Return whether enqueued work may not have ended."""
         return len(self._headers) < len(place.workspaces()) or any(
             int(mirror[EPOCH_WORD]) < place.ops_finished(buffer) for buffer, mirror in self._headers
         )
@@ -263,7 +256,6 @@ class DeviceProcessPlace(DevicePlace):
         self._note_end(buffer)
 
     def _note_end(self, buffer: SymmetricBuffer) -> None:
-        """Note that the end of an op, or of a part of it, was enqueued in ``buffer``."""
         epoch = None if self.replays else self.ops_finished(buffer)
         self._agreement.ops.enqueued(buffer.addresses[self.rank], epoch)
         self._start_watchdog().look_after()
@@ -338,11 +330,7 @@ atexit.register(_at_exit)
 
 
 class CudaPlace(DeviceProcessPlace):
-    """One rank on one GPU of one node, with its peers' memory mapped; see :class:`DeviceProcessPlace`.
-
-    Ranks on one GPU take turns on it, a time slice each, because each is a process. That is right, but
-    slow.
-    """
+    """One rank on one GPU of one node. Ranks on one GPU take turns on it, which is right, but slow."""
 
     name = "cuda"
     _overlapping = False

@@ -39,8 +39,7 @@ class Point:
     """The place after all that was enqueued on a CUDA stream so far.
 
     ``event`` is recorded instead of a new one; it then means its last recording. ``pool`` has events that
-    no point needs any more, and receives this one's: one event exists for every op in flight, not for every
-    op.
+    no point needs any more, and receives this one's: there is one event for every op in flight.
     """
 
     __slots__ = ("_event", "_pool", "number", "recorded", "target")
@@ -61,7 +60,6 @@ class Point:
             self._pool.append(self._event)
 
     def record(self) -> torch.cuda.Event:
-        """Return the CUDA event; record it now if it was not recorded."""
         if self._event is None:
             self._event = self._pool.pop() if self._pool else torch.cuda.Event()
         if not self.recorded:
@@ -129,8 +127,6 @@ class DeviceStream(Stream):
         self._waited: dict[StreamTarget, Point] = {}  # the next item comes after these
         self._depends: Workspace | None = None  # of the op that has waited for data
 
-    # -- where items go ------------------------------------------------------------------------
-
     def target(self) -> StreamTarget:
         """Return the CUDA stream to which the next item would go."""
         caller: StreamTarget = self._place.caller()
@@ -177,8 +173,6 @@ class DeviceStream(Stream):
     def _do(self, function: Callable[[], object]) -> None:
         """Call torch code with the CUDA stream of this stream as the current one."""
         run_on(self._own if self.enter()[0] == self._own_handle else None, function)
-
-    # -- items ---------------------------------------------------------------------------------
 
     def launch(self, launch: KernelLaunch) -> None:
         prepared = self._launch(launch)
@@ -271,8 +265,6 @@ class DeviceStream(Stream):
     def ended(self) -> None:
         """Note that the end of an op was enqueued here, after all its kernels."""
         self._place.residency.ended(id(self._place), self.target())
-
-    # -- order ---------------------------------------------------------------------------------
 
     def record(self) -> Event:
         event = DeviceEvent()

@@ -76,7 +76,6 @@ class Turns:
         self._running = True
 
     def finish(self) -> None:
-        """Pass the turn on: the rank with the turn has ended."""
         with self._condition:
             self._ranks_left -= 1
             self._running = False

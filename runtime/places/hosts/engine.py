@@ -31,8 +31,7 @@ large     in pieces, after all ranks agree. The steps within the host overlap wi
 data that it has received from host k. If host k has more ranks than this one, there are several rounds.
 
 Rejected: an all-reduce of gloo between hosts. It supports few dtypes, rounds halves at every step, and sums
-in an order of its own. Also rejected: gathering at one rank per host, which leaves the other ranks' cores
-and links idle.
+in an order of its own. Also rejected: gathering at one rank per host, where other cores and links idle.
 
 Reductions have two steps: over the ranks of each host, then over the hosts. A host sends a partial result
 in the dtype in which :func:`reductions.fold` would continue, so that there is one rounding, at the end::
@@ -127,8 +126,6 @@ class HostsEngine(Engine):
     def agree(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
 
-    # -- where things go -----------------------------------------------------------------------
-
     def _twin(self, index: int, ranks: Sequence[int]) -> int:
         return ranks[index % len(ranks)]
 
@@ -145,8 +142,6 @@ class HostsEngine(Engine):
             for ranks in self._others
             for rank in (*ranks[self._index :], *ranks[: self._index])
         }
-
-    # -- moving --------------------------------------------------------------------------------
 
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
         single, (giver, taker, alike) = isinstance(takes, torch.Tensor), sides
@@ -313,12 +308,10 @@ class HostsEngine(Engine):
         return OpPiece(near, sends, receives, after=after, uneven=uneven)
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
-        """Copy ``parts`` to the outputs for ``ranks``."""
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
     def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> list[MakePiece]:
-        """Copy rank ``root``'s ``tensor`` to all ranks."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
         source = self._twin(place, self._mine)
@@ -361,8 +354,6 @@ class HostsEngine(Engine):
         if flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
             return [lambda: small(False)]
         return in_pieces(piece, flat)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides

@@ -14,8 +14,6 @@ Process and mount namespaces do not matter, because descriptors of memory and of
 across them. So two containers of one pod are one host. Two containers with networks of their own are two
 hosts, and are connected like two machines, which is slower but right.
 
-Every rank puts a :class:`Card` into the store, see ``processes/rendezvous.py``.
-
 When gloo fails to connect, it does not say which connection failed, and it says nothing before that. So
 every rank checks now and then whether a rank of its own host has ended, which ranks of other hosts cannot
 see. A rank that fails publishes its reason in the store before the others can notice. A rank that fails
@@ -37,9 +35,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.core.errors import (
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+    StoreGoneError,
+)
 from interlace.runtime.processes.rendezvous import PROBE_SECONDS
-from interlace.runtime.processes.signed_store import StoreGoneError, glance
+from interlace.runtime.processes.signed_store import glance
 from interlace.runtime.processes.waiting import Interruption, Patience, has_ended
 
 if TYPE_CHECKING:
@@ -132,7 +135,6 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_address(interface: str) -> str | None:
-    """Return this machine's address on ``interface``, or None if it has none."""
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
         contextlib.suppress(OSError),
@@ -224,7 +226,6 @@ def connected(
 
 
 def _descriptors() -> dict[int, int]:
-    """Return this process's open descriptors and their inodes."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # for the descriptor with which they were listed
@@ -334,7 +335,6 @@ class Joining:
         return None
 
     def _silent(self) -> list[int]:
-        """Return the ranks that do not answer now."""
         silent = {peer: self._said(peer) for peer in self._peers}
         self._say(_ASKED, os.urandom(8).hex())
         until = time.monotonic() + ANSWER_SECONDS

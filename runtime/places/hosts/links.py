@@ -195,18 +195,14 @@ class HostLinks:
     def start(
         self, on_packet: Callable[[int, Packet], None], on_gone: Callable[[int], None]
     ) -> None:
-        """Begin to listen, once. In a peer's thread, ``on_packet`` is called with its rank and each packet,
-        and ``on_gone`` when the peer is gone."""
+        """Listen, once. A peer's thread calls ``on_packet(peer, packet)``; at its end ``on_gone(peer)``."""
         self._on_packet, self._on_gone = on_packet, on_gone
         self._ticked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def _authenticate(self, secret: bytes, group: str, listening: tuple[object, ...]) -> None:
-        """Make every peer prove once, before anything else, that it knows the job's secret.
-
-        The proof includes the addresses at which it listens for bytes.
-        """
+        """Make every peer prove first that it knows the job's secret; its proof has where it listens."""
 
         def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
             text = f"{sender} to {receiver} by {where}"
@@ -235,7 +231,6 @@ class HostLinks:
         self._trade(dict.fromkeys(self.peers, b"1"), 1)
 
     def _trade(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
-        """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
         bare = {peer: bytearray(message) for peer, message in messages.items()}
         sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
@@ -251,8 +246,6 @@ class HostLinks:
         except RuntimeError as error:
             raise self.broken(peer, error, "joining") from None
         return {peer: tensor.numpy().tobytes() for peer, tensor in received.items()}
-
-    # -- bytes -----------------------------------------------------------------------------------
 
     def _wait_for(self, peer: int) -> None:
         """Note that the running op waits for ``peer``; its timeout counts from its first wait."""
@@ -276,8 +269,6 @@ class HostLinks:
             raise self.broken(error.peer, error, doing) from None
         finally:
             self.waiting = self.wires.waits = None
-
-    # -- threads ---------------------------------------------------------------------------------
 
     def _listen(self, peer: int) -> None:
         packet = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
@@ -311,7 +302,6 @@ class HostLinks:
                 self._on_packet(peer, received)
 
     def _listener(self, peer: int) -> threading.Thread:
-        """Return a thread that listens to ``peer``. It ends with the connection."""
         return self._threads[self.peers.index(peer)]
 
     def _lost(self, peer: int, error: Exception) -> None:
@@ -357,8 +347,6 @@ class HostLinks:
             return None
         return number - 1 if 0 < number <= self.world_size else None
 
-    # -- failing and ending ----------------------------------------------------------------------
-
     @property
     def failure(self) -> InterlaceError | None:
         """The group's error; a copy, because an exception collects tracebacks."""
@@ -366,11 +354,9 @@ class HostLinks:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left the group."""
         return self._closed.is_set()
 
     def has_left(self, peer: int) -> bool:
-        """Return whether ``peer`` has announced that it leaves."""
         return peer in self._left
 
     def check(self) -> None:
@@ -380,7 +366,6 @@ class HostLinks:
         self.check_open()
 
     def check_open(self) -> None:
-        """Raise if this rank has left the group."""
         if self._closed.is_set():
             raise InterlaceError(f"rank {self.rank}: the group is closed")
 
@@ -439,8 +424,7 @@ class HostLinks:
             wires.forget()
 
     def _sever(self) -> None:
-        """Close all connections for packets, as gloo does when a wait times out. A wait for a rank that is
-        gone fails before it can time out, so each rank is tried."""
+        """Close all connections for packets. A wait for a lost rank fails at once, so each is tried."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in self.peers:
             with contextlib.suppress(RuntimeError):

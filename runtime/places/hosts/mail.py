@@ -7,8 +7,7 @@ message that no receive has asked for stays in the connection's buffers and at i
 arrive all the same.
 
 A thread cannot wait for shared memory and for connections at once. If it waits for ranks of one kind, it
-sleeps until one of them has something, and checks the others now and then. If it waits for both kinds, it
-checks more often.
+sleeps until one of them has something, and checks the others now and then, more often if it waits for both.
 
 When a connection ends, its rank has left or is gone; ``links.py`` knows which.
 """
@@ -125,13 +124,11 @@ class FarPipe:
         return 0
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """Begin a message to or from ``address``; 0 drops its bytes."""
         memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
         self._memory = None if memory is None else memoryview(memory).cast("B")
         self._moved, self._total = (0, []), nbytes
 
     def let_go(self) -> None:
-        """Drop the rest of the message."""
         self._memory = None
 
     @property
@@ -212,7 +209,6 @@ class FarBox:
         return not self._unsent
 
     def peek(self) -> Record | None:
-        """Return the next record, if all of it has arrived."""
         while True:
             have = self._last - self._first
             if have >= _RECORD.size:

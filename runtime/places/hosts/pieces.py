@@ -303,13 +303,8 @@ class HostsOps:
         for peer, tensor in tensors.items():
             self._wires.take(peer, _view(tensor))
 
-    # -- agreeing ------------------------------------------------------------------------------
-
     def _agree(self, call: Call, piece: OpPiece) -> bool:
-        """Compare the calls of all ranks. If all are equal, do ``piece`` without its last step.
-
-        Returns False if they fit together without being equal; then nothing was done.
-        """
+        """If all calls are equal, do ``piece`` without its last step. If they only fit, return False."""
         frames, wires, payloads = self.frames, self._wires, [call.message] * len(self.frames.mine)
         early = call.equal_fits and call.op not in self._unlike
         try:
@@ -340,8 +335,6 @@ class HostsOps:
         return True
 
     def _callers(self, call: Call) -> Call:
-        """Return ``call`` for a step within the host."""
-
         def make() -> Call:
             made = _CallersCall(call.op, match=call.match, equal_fits=True)
             made.message = call.message
@@ -350,8 +343,7 @@ class HostsOps:
         return self._kept(call.message, make)
 
     def within(self, op: str, *, even: bool = False) -> Call:
-        """Return the call for a later step within the host. ``even``: if the op's messages are equal, all
-        ranks have parts of one size."""
+        """Return the call for a later step in the host; ``even``: equal messages have parts of one size."""
         match = _equal_parts if even and self._equal else None
         doing = f"{self._links.doing} within the host ({op})"
         return self._kept((op, match), lambda: Call(doing, match=match, equal_fits=True))
@@ -366,7 +358,6 @@ class HostsOps:
 
 
 def _messages(blob: bytes, count: int) -> list[bytes]:
-    """Split the ``count`` messages that another rank has joined."""
     found = plain.loads(blob)
     if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
         raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
@@ -393,6 +384,5 @@ def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor."""
     array: Any = bytes_of(tensor).numpy()
     return memoryview(array)

@@ -1,8 +1,6 @@
 """The place ``hosts``: one rank per process, on several hosts, without symmetric memory between them.
 
-It has plain collectives and the unfused algorithms that use them. Kernels of interlace read and write their
-peers' memory, which is impossible between machines without GPUs. Fused algorithms and symmetric memory need
-a group of one host's ranks, as ``interlace.new_group`` makes it.
+Fused algorithms and symmetric memory need a group of one host's ranks, as ``interlace.new_group`` makes it.
 """
 
 from __future__ import annotations
@@ -161,7 +159,6 @@ class HostsPlace(CpuPlace):
         return self._of_some(ranks, f"{self._prefix}/{name}", near, over, parent=self)
 
     def _near(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of ``ranks`` on this host, by local rank."""
         return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
@@ -214,7 +211,6 @@ class HostsPlace(CpuPlace):
             self._links.doing = before
 
     def _awaited_rank(self) -> int | None:
-        """Return the rank for which this one waits, or None."""
         if (waiting := self._links.waiting) is not None:
             return waiting[2]
         if self._mail.awaited and len(awaited := self._spanning.awaited) == 1:
@@ -247,8 +243,6 @@ class HostsPlace(CpuPlace):
             f"rank {self.rank}: symmetric memory, and the ops and algorithms that need it, take ranks "
             f"that share a host; this group is on several ({self.map}). Use a group of one host's ranks"
         )
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise the error of the group, or of one that contains it. A closed group has not failed."""

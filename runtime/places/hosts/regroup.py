@@ -10,8 +10,7 @@ row also counts that rank as gone, and ignores it from then on.
 A rank is certainly gone when all live ranks have sent the same row for every rank that is gone. Any later
 row of such a rank could only come from another rank that is gone, and those are ignored.
 
-Ranks that cannot reach each other strike each other off: each side of a partitioned network continues alone
-after the timeout.
+Ranks that cannot reach each other strike each other off: after the timeout each side continues alone.
 
 The store is for ranks that have links, for a group that some of them make, and needs no server. A rank
 sends a value that it sets to the ranks with which it makes the group. They keep it until they ask for it,
@@ -173,7 +172,6 @@ class HostsRoll:
                     self._send(rank)
 
     def lose(self, rank: int) -> None:
-        """Note that ``rank`` is gone."""
         with self._lock:
             if rank not in self._gone:
                 self._gone.add(rank)

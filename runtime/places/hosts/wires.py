@@ -20,8 +20,6 @@ others take them. Then the rank that is furthest behind can always continue.
 
 gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in threads of
 its own, and its waits cannot be ended.
-
-Both ends of a new connection prove that they know the job's secret.
 """
 
 from __future__ import annotations
@@ -83,8 +81,6 @@ class Wires:
         self.posted: dict[int, int] = {}
         """The number of bytes posted so far, by rank."""
         self._listener: socket.socket | None = None
-
-    # -- connecting ----------------------------------------------------------------------------
 
     def listen(self, address: str) -> Address:
         """Listen, and return the address at which others reach this rank from now on."""
@@ -171,8 +167,6 @@ class Wires:
             for wire, _ in strangers.values():
                 wire.close()
 
-    # -- moving --------------------------------------------------------------------------------
-
     def post(self, peer: int, *parts: Buffer) -> None:
         """Begin to send these bytes, which must not change until they are flushed."""
         for part in parts:
@@ -218,7 +212,6 @@ class Wires:
                 count -= min(count, len(first))
 
     def drop(self, peer: int, count: int) -> None:
-        """Receive ``count`` bytes and discard them."""
         nowhere = bytearray(min(count, _DROPPED))
         while count > 0:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
@@ -277,8 +270,6 @@ class Wires:
     def wire(self, peer: int) -> socket.socket:
         """Return the connection with ``peer``, for code that does not use the methods above."""
         return self._sockets[peer]
-
-    # -- ending --------------------------------------------------------------------------------
 
     def sever(self, direction: int = socket.SHUT_RDWR) -> None:
         """End all connections. Waits for one, here or at its other end, end, too."""
@@ -343,7 +334,6 @@ def _see_off(wires: list[socket.socket], until: float) -> None:
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
-    """Receive the next ``count`` bytes."""
     received = b""
     while len(received) < count:
         more = wire.recv(count - len(received))

@@ -71,10 +71,7 @@ copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Record(NamedTuple):
-    """The beginning of a message. ``data`` is the address of its bytes, None if they come in pieces.
-
-    ``shift``: of the slots of its pieces, see ``Pipe``.
-    """
+    """The beginning of a message. ``data`` is the address of its bytes, None if they come in pieces."""
 
     tag: int
     nbytes: int
@@ -116,7 +113,6 @@ class Pipe:
         words[_MOVED], words[_PAST] = 0, past
 
     def let_go(self) -> None:
-        """Drop the rest of the message."""
         self.words[_MEMORY] = 0
 
     @property
@@ -205,8 +201,6 @@ class Boxes:
             self._group.segment.reserve(self.ring(peer, pieces=pieces), nbytes)
             self._allocated.add((peer, pieces))
 
-    # -- records -------------------------------------------------------------------------------
-
     def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int, shift: int) -> bool:
         """Put a record, with short data, into the box for ``peer``. Return False if there is no room."""
         words, base = self._control.words[self._rank], self.word(peer)
@@ -272,8 +266,6 @@ class Boxes:
         self._control.words[self._rank].release(self.word(peer) + _TAKEN, record.end)
         if self._control.views[peer][index] - before > self._bytes // 2:
             self._control.ring_for(peer)
-
-    # -- pieces --------------------------------------------------------------------------------
 
     def pipe(self, peer: int, *, puts: bool) -> Pipe:
         """Return this rank's end of the ring to ``peer``, or from it."""

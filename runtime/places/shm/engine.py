@@ -68,8 +68,6 @@ class HostEngine(Engine):
     def agree(self, call: Call) -> list[Any]:
         return call.compared(self._group.exchange(call.message, call.op))
 
-    # -- data that goes with messages ----------------------------------------------------------
-
     def _data(self, peer: int, nbytes: int) -> Operand:
         """Return where ``peer``'s data, of ``nbytes`` in all, is, if it goes with the message."""
         if nbytes <= SMALL_DATA:
@@ -85,7 +83,6 @@ class HostEngine(Engine):
         return medium * (extent <= medium and self._rounds.opened)
 
     def _part(self, peer: int, number: int, stride: int) -> Operand:
-        """Return where part ``number`` of ``peer``'s data is."""
         return at(self._data(peer, stride * self.world_size), number * stride)
 
     def _parts(self, register: int, tensors: Parts) -> list[RingPart]:
@@ -102,8 +99,6 @@ class HostEngine(Engine):
         known = known and self.world_size <= MOST_RANKS
         return key if known and sizes.count(key[-1]) == len(sizes) else None
 
-    # -- moving --------------------------------------------------------------------------------
-
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
         giver, _, alike = sides
         key: Key | None
@@ -119,8 +114,8 @@ class HostEngine(Engine):
             key = sides, in_place, nbytes
         else:
             tensors = [*gives, *takes]
-            addresses = [each.data_ptr() for each in tensors]
-            sizes = [each.nbytes for each in tensors]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            sizes = [tensor.nbytes for tensor in tensors]
             whole, extent = tensors[0], sizes[0]
             nbytes, in_place = extent, False
             if alike:
@@ -232,8 +227,6 @@ class HostEngine(Engine):
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
-    # -- reducing ------------------------------------------------------------------------------
-
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> None:
@@ -307,13 +300,12 @@ class HostEngine(Engine):
             rounds.reduce(tensor, op, root, meets=meets)
 
     def _reduce_scatter(self, call: Call, gives: Parts, output: torch.Tensor, op: str) -> None:
-        """Compute ``output`` = the reduction of what all ranks give to this one."""
         key: Key | None
         if isinstance(gives, torch.Tensor):
             extent, addresses = output.nbytes, [gives.data_ptr(), output.data_ptr()]
             key = "reduce_scatter", extent
         else:
-            sizes = [each.nbytes for each in gives]
+            sizes = [give.nbytes for give in gives]
             extent, addresses = max(sizes), [each.data_ptr() for each in (*gives, output)]
             key = self._key(sizes, True, "reduce_scatter list", extent)
         parts = functools.partial(self._parts, INPUT, gives)
@@ -371,7 +363,6 @@ class HostEngine(Engine):
 
 
 def _spans(targets: Sequence[RingTarget], addresses: Addresses) -> list[Any]:
-    """Return the targets with numbers as addresses."""
     found: list[Any] = []
     for target in targets:
         if target is None or isinstance(target[0], int):

@@ -1,9 +1,7 @@
 """Steps of a collective, run by machine code: copies, sums, stores and waits on words of shared memory.
 
-In an op of a few microseconds, most of the time is Python's own. With more ranks than cores, most of that
-is the time to load Python's code and data into the caches again after another rank has had the core. So all
-that an op does between its first and its last word is recorded once, as :class:`Steps`, and then run by one
-call.
+In an op of a few microseconds, most of the time is Python's own (docs/explanation/performance.md). So all
+that an op does between its first and its last word is recorded once, as :class:`Steps`, and run by a call.
 
 Steps stop where they need Python: a peer does not come (WAIT), or has sent another message (COMPARE).
 :meth:`Steps.run` then returns the number of that step. The caller handles it and continues there.
@@ -109,9 +107,6 @@ SUMS |= {getattr(torch, f"uint{n}"): SUMS[getattr(torch, f"int{n}")] for n in (8
 integers wrap around; 16-bit floats are summed in fp32 and rounded once."""
 
 
-# -- LLVM IR -----------------------------------------------------------------------------------
-
-
 @functools.cache
 def _sections() -> dict[str, string.Template]:
     """Return the parts of ``machine_code.ll`` by name."""
@@ -185,9 +180,6 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
     )
 
 
-# -- made machine code -------------------------------------------------------------------------
-
-
 @functools.cache
 def is_supported() -> bool:
     """Return whether code for this processor can be made, as far as is known before trying."""
@@ -254,8 +246,7 @@ class Steps:
     """A list of steps. Add them in order, then :meth:`run` them any number of times.
 
     ``words`` is the memory of the list, in which ``registers[r]`` is register r; register 0 is 0.
-    ``memory`` are the registers as bytes. Addresses must stay mapped. Lists must not change after they were
-    added.
+    ``memory`` are the registers as bytes. Addresses must stay mapped, and added lists must not change.
     """
 
     __slots__ = ("_code", "_rows", "_words", "kinds", "memory", "notes", "registers", "run")
@@ -360,7 +351,6 @@ class Steps:
 
     @property
     def nbytes(self) -> int:
-        """The memory of a finished list."""
         assert self._words is not None
         return ctypes.sizeof(self._words)
 

@@ -7,8 +7,7 @@ no harm there. The timeout of a message is that of its op, from the op's beginni
 waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
-with a negative tag, and ``MessageEnd`` describes how the sender learns of it. Accepted messages need no
-answer.
+with a negative tag (``MessageEnd`` says how the sender learns of it). Accepted messages need no answer.
 
 A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
 data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for
@@ -57,7 +56,6 @@ _DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 @functools.cache
 def _outcome(source: int) -> Outcome:
-    """Return the outcome of a receive from ``source``."""
     return Outcome(None, None, lambda: source)
 
 
@@ -145,10 +143,7 @@ class Messages:
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
-        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``.
-
-        ``peers``: the ranks for which the caller waits.
-        """
+        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``."""
         # a message that a signal handler begins is moved by the next call
         under_way = [*self._traffic.items()]
         pipes = [t.put for _, t in under_way if t.put is not None and t.leaving]
@@ -262,8 +257,6 @@ class Messages:
         future.set_exception(error)
         self._awaited.discard(future)
 
-    # -- sending -------------------------------------------------------------------------------
-
     def _begin_to_send(self, peer: int, sending: Sending) -> None:
         if peer != self._rank:
             traffic = self._all_traffic[peer]
@@ -328,8 +321,6 @@ class Messages:
             if message.wanted is not None:
                 self._finish(message.wanted, message)
 
-    # -- receiving -----------------------------------------------------------------------------
-
     def _begin_to_receive(self, receiving: Receiving) -> None:
         for kept in self._kept:
             if receiving.fits(kept.peer, kept.tag):
@@ -341,10 +332,7 @@ class Messages:
         self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
-        """Give the next message from ``peer`` a place, if it is asked for or in the way.
-
-        The part that has arrived goes there at once.
-        """
+        """Give the next message from ``peer`` a place, if it is asked for or in the way."""
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
             fits = self._mismatch(wanted, first) is None
@@ -531,8 +519,6 @@ class Mail:
         self._mover: int | None = None  # the thread that moves messages
         _mails.add(self)
 
-    # -- what the engine calls -----------------------------------------------------------------
-
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send. The future is done when ``tensor`` may be reused."""
         future = _Moving(self, call.op, peer, tag)
@@ -571,8 +557,6 @@ class Mail:
             raise
         finally:
             self._entering.discard(future)
-
-    # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> None:
         """Move messages, unless another thread does so."""
@@ -682,7 +666,6 @@ class Mail:
         then()
 
     def _has_to_end(self, messages: Messages) -> bool:
-        """Return whether a message in flight keeps the group open."""
         if self._group.control is None:
             return False
         return messages.leaving and time.monotonic() < ends() if ends() else bool(self._futures())
@@ -691,7 +674,7 @@ class Mail:
         """Return whether messages are outgoing or an end has followers, which may help a peer."""
         with self._lock:
             leaving = self._messages is not None and self._messages.leaving
-            return leaving or any(each.followed for each in self._futures())
+            return leaving or any(future.followed for future in self._futures())
 
     def _run(self) -> None:
         try:

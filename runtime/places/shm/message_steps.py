@@ -113,7 +113,6 @@ class Listed(Steps):
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
 
     def end(self) -> None:
-        """Record the end of the op."""
         self.stamp((self._control.bases[self._rank] + HEADERS + 8 * ENDED, ENTRY_AT))
 
 
@@ -260,7 +259,6 @@ class HostSteps:
         return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
-        """Do the steps that ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
@@ -332,12 +330,10 @@ def at(operand: Operand, further: int) -> Operand:
 
 
 def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
-    """Put data beside a message.
+    """Put data beside a message; from PAST_FROM bytes on past the caches.
 
-    From PAST_FROM bytes on, it is written past the caches. 2 ranks, all_reduce, time through the caches
-    relative to past them: 0.9 to 1.1 for 4 to 16 KiB, 0.9 to 1.9 for 64 KiB, in runs on a busy machine; but
-    on a Xeon 0.94 (4 KiB) and 0.6 (64 KiB). Rejected: timing both ways op by op, which cost small ops 4 to
-    9 percent (November 2026).
+    Through the caches it took 0.9 to 1.9 times as long for 64 KiB with 2 ranks, but on a Xeon 0.6 times.
+    Rejected: timing both ways op by op, which cost small ops 4 to 9 percent (November 2026).
     """
     if nbytes >= PAST_FROM:
         doing.stream(target, source, nbytes, past=True)

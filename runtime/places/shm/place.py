@@ -1,11 +1,8 @@
 """The place ``shm``: one process per rank, all on one host; symmetric memory is memfd mappings.
 
-``processes`` has what it needs of its host: joining, small messages, waiting, the death of peers. Items of
-streams run in the calling thread. Async ops run in one thread per group, in the order of submission.
-
-Streams run every item at once, because a CPU place needs no queue. An op's algorithm is written for streams
-that overlap; here they do not. An item has ended when the call returns, so events are always complete, and
-items run in the order of the calls. If a stream waits for something, a peer must publish it, or this rank
+``processes`` has what it needs of its host: joining, small messages, waiting, the death of peers. Async ops
+run in one thread per group, in the order of submission. Streams run every item at once, in the calling
+thread, so events are always complete. If a stream waits for something, a peer must publish it, or this rank
 must have done so before the wait.
 
 User code may launch kernels in a process of place ``shm`` by ``kernel[grid](...)``. Triton's own
@@ -150,8 +147,6 @@ os.register_at_fork(after_in_child=_places.clear)
 
 
 class CompletedEvent(Event):
-    """A point that has been reached."""
-
     def is_completed(self) -> bool:
         return True
 
@@ -236,7 +231,6 @@ def _epoch(own_base: int) -> int:
 
 
 def _show(memory: Sequence[Iterable[torch.Tensor]]) -> None:
-    """Tell the recorder of all ranks' memory, if there is one."""
     if (recorder := recording.current()) is not None:
         for rank, parts in enumerate(memory):
             for part in parts:
@@ -314,8 +308,6 @@ class ShmPlace(CpuPlace):
     def set_timeout(self, seconds: float) -> None:
         self.group.timeout = seconds
 
-    # -- memory and messages -------------------------------------------------------------------
-
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Implements ``Place.allocate``. Errors: as in ``HostGroup``. Unmapped with the last tensor."""
         if nbytes < 0:
@@ -373,8 +365,6 @@ class ShmPlace(CpuPlace):
         if not peers and (awaited := blame.awaited(self.rank)) is not None:
             peers = (awaited,)
         return blame.culprits(peers)
-
-    # -- failing and ending --------------------------------------------------------------------
 
     def trouble(self, doing: str) -> Exception | None:
         """Return the error of a death or an abort. A peer that has left in good order causes none."""

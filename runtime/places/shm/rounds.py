@@ -14,8 +14,7 @@ slice. (6 busy loops on 2 cores, steps of computing and 1 MiB: 5.6 sleeps per st
 2026.)
 
 Rounds are counted over the life of the group, alike on all ranks. An op begins when every rank has called
-it, and a rank calls an op only after it has finished the last one, so its first rounds find their slots
-free.
+it, and a rank calls an op only after it has finished the last one, so its first slots are free.
 
 After the slots there are places for data of middle size, which goes with its message like small data.
 
@@ -92,10 +91,7 @@ class Rounds:
         return self._bases[peer] + self._medium
 
     def _slot(self, rank: int, c: int) -> int:
-        """Return the address of ``rank``'s slot in round ``c`` of an op."""
         return self._bases[rank] + c % SLOTS * self._slot_bytes
-
-    # -- moving --------------------------------------------------------------------------------
 
     def move(
         self,
@@ -145,8 +141,6 @@ class Rounds:
             address, total = parts[number]
             if (size := min(piece, total - start)) > 0:
                 write(self._slot(self._rank, c) + number * piece, at(address, start), size)
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce_scatter(
         self,

@@ -1,11 +1,9 @@
 """Programs of launches in ``sim``: interpreted as a whole, or compiled if that is not possible.
 
-The interpreter knows programs, not threads. A kernel is compiled, and its PTX is run thread by thread
-(``compiled.py``), if it distinguishes its threads, lets some of them wait, or depends on their number. A
-kernel is also compiled if it names things that only the compiler has: libdevice, ``tl.extra.cuda``,
-aggregates, Gluon, and builtins imported by name, which a session cannot replace. The code shows both before
-the launch: texts and names in the kernel, in functions that it calls, and among its arguments. The
-interpreter refuses a text that is put together at run time and so was not found.
+``docs/how-to/check/ptx.md`` says which kernels are compiled, whose PTX is run thread by thread
+(``compiled.py``). The code shows before the launch whether a kernel is one: texts and names in the kernel,
+in functions that it calls, and among its arguments. The interpreter refuses a text that is put together at
+run time and so was not found.
 """
 
 import functools
@@ -116,7 +114,7 @@ def _not_interpreted(text: str) -> str | None:
 def arch_for(texts: frozenset[str]) -> int:
     """Return the first GPU, 80 for sm_80, that has all instructions in ``texts``."""
     needed_by = laboratory("ptx.targets").needed_by
-    later = any(needed_by(each) > 80 or _SINCE_90.search(each) for each in texts)
+    later = any(needed_by(text) > 80 or _SINCE_90.search(text) for text in texts)
     return 90 if later else 80
 
 

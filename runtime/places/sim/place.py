@@ -14,8 +14,6 @@ Messages from rank to rank: one mailbox per group, matched in the order of the c
     matched  the receiver's mail stream copies the message into the tensor, after the receiver's work
              before the recv and the sender's before the send; the future has the end of that copy
 
-A receive stays open, as elsewhere, if no code waits for it and no message arrives.
-
 Multicast addresses of interpreted kernels are numbers that stand for an offset in every rank's memory.
 On a GPU the switch resolves a multicast address; here this table does, for the ``multimem`` instructions
 that ``multimem.py`` runs. The numbers lie where no process has memory, so every other use of them fails.
@@ -537,7 +535,6 @@ class SimPlace(Place):
         return self.host_point() if stream is None else stream.record()
 
     def host_point(self) -> Event:
-        """Return an event after all earlier work of the host."""
         event = SimEvent(self, completed=True)
         self._observer.on_record(self._scheduler.current, event)
         return event

@@ -4,23 +4,14 @@ Normally a user's torch code runs at once, in the user task. Here it behaves as 
 and launches go to the current stream of its rank, one of ``SimStream``'s queues, and the host goes on. Each
 stream has its order; the scheduler interleaves streams with each other and with the host. The race detector
 orders an item after the host's work before it was enqueued, after the earlier items, and after the events
-that its stream waited for; after nothing else.
-
-=========================  =====================================================================
-views, ``torch.empty``     at once: they read and write nothing
-``copy_``                  a copy of the stream, in pieces: the copy engine
-other ops of torch         an item each. Results are allocated at once, with the shapes and strides
-                           that the op gives meta tensors
-``item()``, ``tolist()``,  at once, when the stream has reached it: the host waits
-ops without such a shape
-launches                   an item
-=========================  =====================================================================
+that its stream waited for; after nothing else. An op that only makes a view runs at once, and ``copy_``
+copies in pieces. Any other op is an item, whose results have the shapes and strides that meta tensors get.
+An op without such a shape, as ``item()``, runs when the stream has reached it: the host waits.
 
 Globals of modules are per rank (:class:`RankGlobals`): one module in this process stands for one module in
 each process of a job. A rank that continues finds its modules' names as it has left them, and so the
 dictionaries, lists and sets that they hold. A rank begins with their state before the run, and after the
-run they have this state again. So each rank has its own caches, workspaces and counters of a file, as if it
-were a process, and no run finds the state of the previous run.
+run they have this state again.
 
 Only contents are exchanged: a dictionary stays the same object, for all who refer to it. The search covers
 module globals, attributes of classes and of objects whose class belongs to one of the modules, defaults and
@@ -76,7 +67,6 @@ class RankGlobals:
 
 
 def _find_objects(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
-    """Return all objects with contents in ``modules``, and in ``more``."""
     names = {module.__name__ for module in modules}
     cells: dict[int, object] = {id(sys.modules): None}  # all ranks share it
     waiting: list[object] = [*more, *modules]
@@ -145,8 +135,6 @@ def _anew(contents: list[Any]) -> list[Any]:
     ]
 
 
-# -- streams -----------------------------------------------------------------------------------
-
 _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
     "interlace_user_stream", default=None
 )
@@ -177,7 +165,6 @@ class UserStream(SimStream):
 
     @property
     def busy(self) -> bool:
-        """Whether an item is enqueued or running."""
         return self._busy
 
     def _enqueue(
@@ -232,7 +219,6 @@ class UserStreams:
         self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
 
     def add(self, place: SimPlace) -> UserStream:
-        """Add a stream to the rank of ``place``, and return it."""
         streams = self._of_rank[place.global_rank]
         stream = UserStream(place, str(len(streams)))
         stream.number = len(streams)
@@ -274,8 +260,8 @@ def enclosing_run(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPl
     with ExitStack() as stack:
         stack.enter_context(called_directly(lambda: streams.current() is not None))
         stack.enter_context(Asynchronous(streams))
-        for each in chosen.contexts(streams):
-            stack.enter_context(each)
+        for context in chosen.contexts(streams):
+            stack.enter_context(context)
         yield begin
 
 
@@ -376,7 +362,6 @@ def _written(func: OpOverload) -> tuple[str, ...]:
 
 
 def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
-    """Return the result of an op that returns its arguments."""
     arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     found = [arguments[name] for name in written]
     if not func._schema.returns:
@@ -407,7 +392,7 @@ def _allocate_results(
         shapes = func(*on_meta, **kwargs)
     except Exception:  # the op's own error is better
         return None
-    if not all(isinstance(each, torch.Tensor) for each in tree_leaves(shapes)):
+    if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(shapes)):
         return None
     return tree_map_only(torch.Tensor, _strided_as, shapes), None
 

@@ -36,7 +36,6 @@ MANIFEST_PAGE = ROOT / "docs/reference/bundle-manifest.md"
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stand-in, with nothing recorded yet."""
     monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in)
     for record in (cupy_stand_in.modules, cupy_stand_in.launches, cupy_stand_in.allocations):
         record.clear()

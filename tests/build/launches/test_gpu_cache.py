@@ -21,7 +21,6 @@ CASE = "broadcast, low_latency, 2 ranks"
 
 
 def run(cache: Path, packed: Path, case: str = CASE) -> str:
-    """Run the command of ``make gpu-cache`` for one case, with the installed Triton."""
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--out", packed, "--only", case],
         capture_output=True,
@@ -59,7 +58,6 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
 @thorough
 def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
-    """The driver does nothing, and no kernel is compiled."""
     command = [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -176,7 +176,6 @@ def test_a_call_is_found_where_its_own_line_was() -> None:
 
 
 def inlined(line: int, caller: int, code: str = "") -> str:
-    """``code`` at a line of k.py that was inlined, as Triton 3.9 writes it."""
     return f".loc 1 {line} 5, function_name $L__info_string0, inlined_at 1 {caller} 5 // k\n{code}"
 
 

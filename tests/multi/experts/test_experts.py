@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import interlace
 from interlace import experts, functional
-from interlace.runtime.core.communicator import Communicator
 from ranks import ranks
 from tiers import few
 
@@ -157,19 +155,3 @@ def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
     said = "weight must be a tensor, got NoneType"
     others = f"grouped_matmul_combine: rank 1 cannot take part: {said}"
     assert str(caught.value) == (f"{said} (on rank 1)" if rank else others)
-
-
-@ranks(2)
-def test_a_graph_does_no_op_twice() -> None:
-    seen: list[str] = []
-    parts = Communicator.parts
-
-    def noting(self: Communicator, call: Any, *how: Any) -> list[Any]:
-        seen.append(call.op)
-        return parts(self, call, *how)
-
-    with mock.patch.object(Communicator, "parts", noting):
-        check_gradients("dropless compiled")
-    # the first twice, as ranks compare caches of tune before
-    forward = ["dispatch", "dispatch", "combine", "grouped_matmul_combine"]
-    assert seen == [*forward, "dispatch", "dispatch", "combine"]

@@ -1,7 +1,4 @@
-"""Functions with collectives around matmuls and norms, and what the fusion pass makes of each.
-
-Each takes an input that differs between ranks.
-"""
+"""Functions with collectives around matmuls and norms, and what the fusion pass makes of each."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,4 @@
-"""Every functional op with its arguments, and what single-process torch makes of the inputs of all ranks.
-
-The gradients of :func:`reference` are those that the ranks must get.
-"""
+"""Every functional op with arguments, and what single-process torch makes of the inputs of all ranks."""
 
 import itertools
 from collections.abc import Callable

@@ -354,7 +354,7 @@ def rewrite(collective: Collective, after: fx.Node) -> None:
     after.replace_all_uses_with(collective.result)
 
 
-EARLY = Pattern("relu, all_gather", find, rewrite)
+EARLY = Pattern("relu_then_all_gather", find, rewrite)
 
 
 def names(graph: fx.Graph) -> list[str]:
@@ -365,7 +365,7 @@ def names(graph: fx.Graph) -> list[str]:
 def test_a_pattern_comes_before_interlaces_own() -> None:
     graph = graph_of(with_matmul, torch.ones(4, 8), torch.ones(8, 2))
     report = fuse(graph, policy="always", patterns=[EARLY])
-    assert [each.op for each in report.fused] == ["relu, all_gather", "all_gather_matmul"]
+    assert [each.op for each in report.fused] == ["relu_then_all_gather", "all_gather_matmul"]
     assert names(graph)[:3] == ["relu", "all_gather", "wait_tensor"]
     relu = next(node for node in graph.nodes if node.target is RELU)
     assert relu.meta["val"].shape == (4, 8)
@@ -416,6 +416,6 @@ def test_in_torch_compile() -> None:
         compiled = torch.compile(gathered, backend="interlace", options=options)
         return compiled(torch.tensor([[-1.0, 2.0]])).tolist(), [c.op for c in reports[0].fused]
 
-    assert interlace.run(on_rank, 1) == [([[0.0, 2.0]], ["relu, all_gather"])]
+    assert interlace.run(on_rank, 1) == [([[0.0, 2.0]], ["relu_then_all_gather"])]
     assert FusionPass().uuid() is not None
     assert FusionPass(patterns=[EARLY]).uuid() is None  # nothing is known of its code

@@ -4,12 +4,8 @@ import copy
 import io
 import operator
 import pickle
-import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,7 @@ from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
 from multi.functional.op_cases import TABLE, compare, flat
 from ranks import ranks
-from tiers import few, thorough
+from tiers import few
 
 in_both_places = pytest.mark.parametrize("place", few(["shm", "sim"], "shm"))
 
@@ -379,32 +375,6 @@ def test_failures_are_raised_again() -> None:
                 wait(tensor)
 
 
-EXIT = """
-import sys, torch, interlace
-from interlace import functional
-def body(traced):
-    x = torch.ones(4, requires_grad=traced)
-    sys.kept = [functional.all_reduce(x) for _ in range(3)]
-    functional.all_gather(x)
-if __name__ == "__main__":
-    interlace.run(body, 2, {traced}, place={place!r})
-    interlace.run(body, 1, {traced}, place="sim")
-    import os
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    body({traced})
-"""
-
-
-@thorough
-@pytest.mark.parametrize("place, traced", few([("sim", False), ("shm", True)], ("sim", False)))
-def test_unwaited_results_at_exit(tmp_path: Path, place: str, traced: bool) -> None:
-    script = tmp_path / "exits.py"
-    script.write_text(EXIT.format(place=place, traced=traced))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
-
-
 OUT: list[tuple[str, tuple[Any, ...]]] = [
     ("all_reduce", ("max",)),
     ("all_gather", (0,)),
@@ -431,70 +401,6 @@ def test_out_has_any_strides_and_is_given_back() -> None:
 
 
 # -- misuse --------------------------------------------------------------------------------------------
-
-
-def saying(text: str) -> str:
-    """Return an expression for the parts of a message in their order; "*" is between them."""
-    return "(?s)" + ".*".join(re.escape(part.strip()) for part in text.split("*"))
-
-
-def check_refused(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    """``call`` must raise, and the group must continue."""
-    with pytest.raises(kind, match=saying(text)):
-        wait(call())
-        pytest.fail(f"nothing says {text}")
-    assert functional.all_reduce(torch.ones(1)).item() == interlace.get_world_size(), text
-
-
-Call = Callable[[torch.Tensor, bool], Any]
-DIFFERS: list[tuple[type[Exception], str, Call]] = [
-    (
-        ValueError, "all_reduce: op differs between ranks: sum on rank 0, max",
-        lambda x, one: functional.all_reduce(x, "max" if one else "sum"),
-    ),
-    (
-        ValueError, "all_gather: shape of output[0] differs between ranks: (4, 4)",
-        lambda x, one: functional.all_gather(x[:3] if one else x),
-    ),
-    (
-        ValueError, "length 3, which the group's size 2 does not divide",
-        lambda x, one: functional.reduce_scatter(x[:3] if one else x),
-    ),
-    (
-        ValueError, "weight[0] has 3 rows, input has k = 4",
-        lambda x, one: functional.all_gather_matmul(x, x[:3] if one else x),
-    ),
-    (
-        ValueError, "the shape of input without k differs between ranks: (4,) on rank 0",
-        lambda x, one: functional.matmul_reduce_scatter(x[:3] if one else x, x),
-    ),
-    (
-        ValueError, "length must be 1, rank 1's part, got 2",
-        lambda x, one: torch.ops._c10d_functional.wait_tensor(
-            torch.ops.interlace.matmul_reduce_scatter(
-                x[:3], x, None, "sum", 0, 2, "auto", None, 2, "0"
-            )
-        ),
-    ),
-    (
-        ValueError, "out must be (4, 4) of torch.float32 on cpu, got (4, 4) of torch.float64",
-        lambda x, one: functional.all_reduce(
-            x.detach(), out=torch.ones(4, 4, dtype=torch.float64 if one else torch.float32)
-        ),
-    ),
-    (
-        TypeError, "out must be a tensor, got list",
-        lambda x, one: functional.all_gather(x.detach(), out=[1] if one else None),  # type: ignore[arg-type]
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("learns", [False, True])
-@ranks()
-def test_misuse_on_one_rank_is_raised_on_all(learns: bool) -> None:
-    for kind, text, call in DIFFERS:
-        x = torch.ones(4, 4, requires_grad=learns)
-        check_refused(lambda: call(x, interlace.get_rank() == 1), kind, text)  # noqa: B023
 
 
 @ranks()

@@ -98,13 +98,6 @@ def test_every_op_in_one_graph_of_inductor() -> None:
             compare(case, "inductor")
 
 
-@thorough
-@ranks()
-def test_results_that_leave_a_graph_unwaited() -> None:
-    for case in ONE_OF_EACH_OP:
-        compare(case, "aot_eager")
-
-
 @ranks()
 def test_results_of_which_a_loss_uses_one() -> None:
     """For unused results torch passes plain tensors of zeros to the backward."""

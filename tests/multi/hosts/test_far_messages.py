@@ -2,8 +2,6 @@
 
 import atexit
 import contextlib
-import functools
-import itertools
 import linecache
 import os
 import pathlib
@@ -35,7 +33,6 @@ from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.mail import _NUMBER, Messages, Sending
 from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
-from tiers import thorough
 
 CALL = Call("message")
 LARGE = 16 << 20  # bytes that no kernel keeps for a connection
@@ -317,55 +314,6 @@ def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicat
             groups[0].engine.send(CALL, short, 2, 1).result(LONG)
 
 
-def connected() -> tuple[socket.socket, socket.socket]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    one = socket.create_connection(listener.getsockname())
-    with listener:
-        return one, listener.accept()[0]
-
-
-@pytest.fixture
-def streams() -> Iterator[tuple[FarBox, tuple[socket.socket, socket.socket]]]:
-    records, pieces = connected(), connected()
-    yield FarBox(1, records[0], pieces[0], 4096), (records[1], pieces[1])
-    for each in (*records, *pieces):
-        each.close()
-
-
-WHOLE = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
-
-
-@pytest.mark.parametrize("reset", [0, 1])
-def test_one_connection_of_two_that_is_reset_is_the_end(streams: Any, reset: int) -> None:
-    box, others = streams
-    others[0].sendall(WHOLE + WHOLE[:10])
-    select.select([box.wire], [], [])
-    assert not box.over()
-    others[reset].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    others[reset].close()
-    record = box.peek()
-    assert record is not None and not box.over()
-    box.take(record)
-    while not box.over():
-        pass
-
-
-def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come(streams: Any) -> None:
-    box, others = streams
-    others[0].sendall(WHOLE[:-1])
-    others[0].close()
-    while box.peek() is not None or not box.ended:
-        box.readable = True
-    assert not box.over()
-    others[1].close()
-    while not box.over():
-        pass
-
-
-SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that
-ELEMENTS = 3_000_000  # a message is under way most of the time
-
-
 def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
     """Rank 1 loses its connections and lives; report the errors of both ranks' op."""
     group = joined(rank, world_size, folder)
@@ -388,45 +336,3 @@ def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: Path)
         for rank in range(2):
             found = rf"rank {1 - rank} \(pid \d+\) died, or the connection to it broke, while"
             assert re.search(found, said := heard(ends[rank])), said
-
-
-def moving_for_ever(
-    rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
-) -> None:
-    """Run ops until one rank has ended; report the other rank's error."""
-    group = joined(rank, world_size, folder, timeout=timeout)
-    engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
-    try:
-        for number in itertools.count():
-            if op == "all_gather":
-                gather = functools.partial(engine.all_gather, Call(op), out, mine)
-                group.run(op, gather, async_op=False)
-            elif rank == 0:
-                engine.send(Call("send"), mine, 1, 0).result()
-            else:
-                engine.recv(Call("recv"), mine, 0, 0).result()
-            if number == 0:
-                said.send("up")
-    except InterlaceError as error:
-        said.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # a part of a message to a stopped rank has not left yet
-
-
-@thorough
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.06, 0.09])
-@pytest.mark.parametrize(
-    ("op", "end", "timeout", "text"),
-    [
-        ("all_gather", signal.SIGKILL, LONG, "PeerDiedError: rank 1 "),
-        ("all_gather", signal.SIGSTOP, SHORT, "has waited 5 s for ranks [1]"),
-        ("send", signal.SIGSTOP, SHORT, "send to rank 1 (tag 0) has waited 5 s for ranks [1]"),
-    ],
-)
-def test_a_wait_for_the_rest_of_a_message_ends(
-    tmp_path: Path, delay: float, op: str, end: signal.Signals, timeout: float, text: str
-) -> None:
-    with started(moving_for_ever, 2, tmp_path, timeout, op) as (processes, ends):
-        assert [heard(each) for each in ends] == ["up", "up"]
-        time.sleep(delay)
-        os.kill(processes[1].pid, end)
-        assert text in heard(ends[0])

@@ -1,9 +1,4 @@
-"""Groups that span hosts: the ranks of each host, every op between hosts, and failures.
-
-Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
-memory. Five ranks, three and two, are started once (hosts_scenarios.py). If the kernel refuses namespaces,
-the ranks share one and get different names of hosts, and the test of unshared memory is skipped.
-"""
+"""Groups that span hosts: the ranks of each host, every op between hosts, and failures."""
 
 import itertools
 import signal

@@ -1,6 +1,5 @@
 """Connections between hosts for bytes of collectives, and the store of a group that is made by them."""
 
-import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,11 +12,9 @@ import pytest
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import regroup as rolls
-from interlace.runtime.places.hosts.host_map import HostMap
-from interlace.runtime.places.hosts.links import PACKET_BYTES, ROW, Packet
-from interlace.runtime.places.hosts.pieces import ALL, Frames
+from interlace.runtime.places.hosts.links import ROW, Packet
 from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
-from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
+from interlace.runtime.places.hosts.wires import Wires, read_address
 from interlace.runtime.processes.control import ATTEMPT
 from interlace.runtime.processes.signed_store import digest
 
@@ -54,51 +51,6 @@ def pair() -> Iterator[list[Wires]]:
         each.forget()
 
 
-@pytest.mark.parametrize("count", [1, 100, 20_000, 3_000_000])
-def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], count: int) -> None:
-    sent = bytes(range(256)) * (6 * count // 256 + 1)
-    pair[0].post(1, sent[: 6 * count])
-    said = [bytearray(count) for _ in range(5)]
-    with ThreadPoolExecutor(1) as threads:
-        flushed = threads.submit(pair[0].flush)
-        pair[1].take(0, said[0])
-        pair[1].take(0, said[1], said[2])
-        pair[1].drop(0, count)
-        pair[1].take(0, memoryview(said[3])[: count // 2])
-        pair[1].take(0, memoryview(said[3])[count // 2 :], b"", said[4])
-        flushed.result()
-    starts = [0, count, 2 * count, 4 * count, 5 * count]
-    assert said == [sent[start : start + count] for start in starts]
-
-
-def test_data_follows_a_frame_before_anybody_answers() -> None:
-    """A rank that does not want the data drops it, and the next frames are in order."""
-    hosts = HostMap(((0, 1), (2, 3)))
-    wires = connected(4)
-    frames = [Frames(hosts, rank) for rank in range(4)]
-    data = {peer: bytes([peer]) * 1000 for peer in (2, 3)}
-    with ThreadPoolExecutor(4) as threads:
-        first = threads.submit(frames[0].swap, wires[0], [b"yes"] * 2, data, {}, (0, ALL))
-        with select.epoll() as arrived:  # at the rank to which no frame of the sender goes
-            arrived.register(wires[3]._sockets[0], select.EPOLLIN)
-            assert arrived.poll() and not first.done()
-        others = [
-            threads.submit(frames[1].swap, wires[1], [b"yes"] * 2, {}, {}, (0, ALL)),
-            *(threads.submit(frames[rank].swap, wires[rank], [b"no"] * 2) for rank in (2, 3)),
-        ]
-        answers = [each.result() for each in (first, *others)]
-        assert answers == [[b"yes", b"yes", b"no", b"no"]] * 4
-        ends = [threads.submit(frames[rank].trade, wires[rank], [b"on"] * 2) for rank in range(4)]
-        assert [end.result() for end in ends] == [[b"on"] * 4] * 4
-    for sender, receiver in ((0, 2), (0, 3), (1, 3)):
-        wires[sender].post(receiver, b"next")
-        said = bytearray(4)
-        wires[receiver].take(sender, said)
-        assert said == b"next"
-    for each in wires:
-        each.forget()
-
-
 def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
     """Each side starts to receive before it has sent everything, and sends the rest meanwhile."""
     sent = [bytes([1 + rank]) * MORE for rank in range(2)]
@@ -126,25 +78,6 @@ def test_flush_up_to_a_point_does_not_wait_for_what_was_posted_later(pair: list[
     waiting.start()
     pair[1].take(0, bytearray(MORE))
     waiting.join()
-
-
-def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
-    asked = threading.Event()
-
-    def take(rank: int) -> int:
-        pair[rank].waits = lambda peer: asked.set()
-        with pytest.raises(WireError) as caught:
-            pair[rank].take(1 - rank, bytearray(1))
-        return caught.value.peer
-
-    with ThreadPoolExecutor(2) as threads:
-        waits = [threads.submit(take, rank) for rank in range(2)]
-        asked.wait()
-        pair[0].sever()
-        assert [each.result() for each in waits] == [1, 0]
-    with pytest.raises(WireError, match="rank 0"):
-        for _ in range(2):  # the first may meet a connection that has just ended
-            pair[1].post(0, b"more")
 
 
 def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
@@ -228,25 +161,6 @@ class StoreWires:
 def stores(told: list[Told], ranks: list[int], name: str) -> list[LinkStore]:
     wires: list[Any] = [StoreWires(rank, told) for rank in ranks]
     return [LinkStore(each, told[each.rank], name, ranks) for each in wires]
-
-
-@pytest.mark.parametrize("size", [0, 7, 3 * PACKET_BYTES])
-def test_what_one_sets_the_others_get(size: int) -> None:
-    told = [Told() for _ in range(3)]
-    [one] = stores(told[:1], [0], "alone")
-    one, other = stores(told, [0, 2], "the group")
-    one.set("key", bytes(range(256)) * size)
-    other.set("another", "text")
-    assert other.get("key") == one.get("key") == bytes(range(256)) * size
-    one.set("key", "anew")
-    assert other.get("key") == one.get("key") == b"anew"
-    assert one.check(["key", "another"]) and not one.check(["key", "none"])
-    assert not told[1].groups
-    [elsewhere] = stores([told[0]], [0], "another group")
-    assert not elsewhere.check(["key"])
-    one.close()
-    other.close()
-    assert not any(each.groups for each in told)
 
 
 def test_waits_end() -> None:

@@ -1,8 +1,4 @@
-"""Two hosts in one machine: two network namespaces that a pair of virtual cables joins.
-
-Namespaces have no names and end with their processes, which end with whoever started them: nothing has to
-be cleaned up, however a run ends.
-"""
+"""Two hosts in one machine: two network namespaces that a pair of virtual cables joins."""
 
 import ctypes
 import os

@@ -91,6 +91,24 @@ def test_two_agents_are_one_job(folder: Path) -> None:
 
 
 @thorough
+def test_one_machine_is_two_hosts_with_unshare(folder: Path) -> None:
+    if subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode:
+        pytest.skip("this system has no user namespaces")
+    script = "print(interlace.groups.groups.default_group().place.name)"
+    job = folder / "job.py"
+    job.write_text(
+        job.read_text().replace("interlace.shutdown()", f"{script}\ninterlace.shutdown()")
+    )
+    agent = AGENT.replace("29500", str(free_port())).replace("node 2", "node 1")
+    with ThreadPoolExecutor(2) as pool, mock.patch.dict(os.environ, {"INTERLACE_SECRET": "s"}):
+        agents = [
+            pool.submit(pages.run_bash, line, folder) for line in (agent, f"unshare --user {agent}")
+        ]
+    output = sorted(line for agent in agents for line in agent.result().splitlines())
+    assert output == ["hosts", "hosts", "rank 0 of 2: 2", "rank 1 of 2: 2"]
+
+
+@thorough
 def test_actors_of_ray_are_ranks(folder: Path) -> None:
     """A stand-in for Ray's actors runs where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:

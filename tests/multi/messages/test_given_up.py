@@ -1,7 +1,4 @@
-"""Ops that a rank aborts while they run: all ranks get an error, and no rank takes wrong data.
-
-Ranks are on one host, or on two.
-"""
+"""Ops that a rank aborts while they run: all ranks get an error, and no rank takes wrong data."""
 
 import signal
 import threading

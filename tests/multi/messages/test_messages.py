@@ -1,6 +1,5 @@
 """Messages of two ranks on one host: through boxes, in pieces, kept, interrupted, and without memory."""
 
-import ctypes
 import os
 import select
 import signal
@@ -22,7 +21,6 @@ from guard import LIMIT
 from interlace.groups import groups
 from interlace.runtime.places.shm import boxes, mail
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.processes.control import ANYONE, BELL
 from ranks import ranks
 from tiers import few
 
@@ -373,27 +371,3 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
     interlace.isend(torch.full((1,), 5.0), 1 - rank).wait()
     pending.wait()
     assert target.item() == 5
-
-
-@ranks(2)
-def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
-    """Each ring is a call of the operating system, and may cost the ringing process its core."""
-    control = own_engine()._group.control
-    assert control is not None
-    word = control.mail_asleep(1 - interlace.get_rank())
-    asleep, rung = ctypes.c_int64.from_address(word), ctypes.c_uint32.from_address(word + BELL)
-    if interlace.get_rank() == 0:
-        asleep.value, before = ANYONE, rung.value
-        for number in range(20):
-            interlace.send(torch.tensor([number]), 1)
-        assert rung.value - before == 1
-        asleep.value = 0
-    interlace.barrier()
-    if interlace.get_rank() == 1:
-        asleep.value = ANYONE
-        for number in range(20):
-            target = torch.zeros(1, dtype=torch.int64)
-            interlace.recv(target, 0)
-            assert int(target) == number
-        assert asleep.value == ANYONE  # was not woken for room, of which there was enough
-    interlace.barrier()

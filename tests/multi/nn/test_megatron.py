@@ -232,60 +232,6 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
         close(w.grad, expected[1], 4)
 
 
-@needs_megatron
-@ranks(backend="interlace")
-def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    class Norm(torch.nn.LayerNorm):
-        """Without APEX and Transformer Engine, Megatron has no norm for sequence shards."""
-
-        def __init__(
-            self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any
-        ) -> None:
-            super().__init__(hidden_size, eps)
-
-    seeds = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-    with layers_of_megatron(), seeds:
-        settings = TransformerConfig(
-            num_layers=1,
-            hidden_size=WIDE,
-            num_attention_heads=2,
-            tensor_model_parallel_size=dist.get_world_size(),
-            sequence_parallel=True,
-            use_cpu_initialization=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-        spec = get_gpt_layer_local_spec()
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-        layers = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm)
-        torch.manual_seed(0)
-        model: Any = GPTModel(settings, layers, vocab_size=16, max_sequence_length=SEQUENCE)
-        ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 16
-        places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
-        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-
-        def training() -> dict[str, Tensor]:
-            model.zero_grad()
-            loss = model(ids, places, mask, labels=ids)
-            loss.sum().backward()
-            return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
-
-        expected = training()
-        assert all(grad is not None for grad in expected.values())
-        with megatron.patch(model) as report:
-            compare(training(), expected)
-    layer = "decoder.layers.0"
-    names = {f"{layer}.self_attention.linear_{n}" for n in ("proj", "qkv")}
-    names |= {f"{layer}.mlp.linear_{n}" for n in ("fc1", "fc2")} | {"output_layer"}
-    assert dict(report) == dict.fromkeys(names, "fused")
-
-
 def arguments(**more: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"input": torch.ones(2, 3), "weight": torch.ones(4, 3), "bias": None}
     flags = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel")

@@ -16,6 +16,7 @@ from interlace.runtime.numerics import reductions
 from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 from ranks import ranks
+from tiers import few
 
 UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(machine_code.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -49,7 +50,7 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_modes
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", few(FLOATS, torch.float32, torch.bfloat16))
 @ranks(2)
 def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
     rank = interlace.get_rank()

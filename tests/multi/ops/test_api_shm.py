@@ -34,38 +34,6 @@ def test_every_reduction() -> None:
     assert api_cases.serve("all_reduce", support_table.REDUCED_DTYPES, False) > 100
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@ranks()
-def test_large(world_size: int) -> None:
-    rank, elements, world = interlace.get_rank(), 300_001, world_size
-
-    def noise(of: int) -> torch.Tensor:
-        return torch.randn(elements, generator=torch.Generator().manual_seed(of))
-
-    terms = [noise(r) for r in range(world)]
-    x = terms[rank].clone()
-    interlace.all_reduce(x, "sum")
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    api_cases.check(x, total, "a large sum in rank order")
-    out = torch.empty(world, elements)
-    out[rank] = terms[rank]
-    interlace.all_gather(out, out[rank])
-    api_cases.check(out, torch.stack(terms), "a large all_gather in place")
-    part = torch.empty(elements // world)
-    interlace.reduce_scatter(part, terms[rank][: elements // world * world])
-    api_cases.check(
-        part, total[: elements // world * world].view(world, -1)[rank], "reduce_scatter"
-    )
-    right, left = (rank + 1) % world, (rank - 1) % world
-    y = torch.empty(2 * elements)[::2]  # a stand-in is received into
-    sent = interlace.isend(terms[rank], right)
-    received = interlace.irecv(y, left)
-    assert received.wait() is True and sent.wait() is True
-    api_cases.check(y, terms[left], "a large message")
-
-
 @pytest.fixture
 def fifo(tmp_path: Path) -> str:
     path = str(tmp_path / "fifo")

@@ -1,7 +1,4 @@
-"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue.
-
-No timeout of these runs is ever reached: each error is a found deadlock.
-"""
+"""Ranks of one host that wait for each other get an error at once; ranks that only seem to, continue."""
 
 import _thread
 import contextlib
@@ -181,8 +178,7 @@ def test_messages_that_take_long_to_copy_are_no_deadlock() -> None:
     assert texts == []
 
 
-@pytest.mark.parametrize("wait_all_ranks", [False, True])
-@pytest.mark.parametrize("op", ["all_reduce", "barrier"])
+@pytest.mark.parametrize(("op", "wait_all_ranks"), [("all_reduce", False), ("barrier", True)])
 @ranks(3)
 def test_a_monitored_barrier_names_who_waits_in_another_op(op: str, wait_all_ranks: bool) -> None:
     rank, said = interlace.get_rank(), ""

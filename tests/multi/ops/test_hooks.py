@@ -245,32 +245,19 @@ def test_torchs_api_and_an_abort() -> None:
     assert str(cause) == "rank 0 aborted process group 'hooked'"
 
 
-@ranks(2, place="sim")
-def test_fused_ops_and_layers() -> None:
-    seen, layer = Seen(), interlace.nn.ColumnParallelLinear(8, 4, bias=False)
-    with seen.on(interlace.new_group()), seen.on(interlace.groups.groups.default_group()):
-        interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4))
-        with torch.no_grad():
-            layer(torch.ones(2, 8))
-    first, *rest = seen.names("after")
-    assert first == ("all_gather_matmul", ["input", "weight"], ["result"])
-    assert rest[-1][0] == "all_gather_matmul", rest
-
-
 # -- check_numerics --------------------------------------------------------------------------------------
 
 NAN, INF = float("nan"), float("inf")
 
 
-@everywhere
 @pytest.mark.parametrize(
-    ("dtype", "value", "kind"),
+    ("place", "hosts", "dtype", "value", "kind"),
     [
-        (torch.float32, NAN, "nan"),
-        (torch.bfloat16, NAN, "nan"),
-        (torch.float8_e5m2, NAN, "nan"),
-        (torch.complex64, complex(0, NAN), "nan"),
-        (torch.float64, -INF, "inf"),
+        ("sim", 1, torch.bfloat16, NAN, "nan"),
+        ("sim", 1, torch.float8_e5m2, NAN, "nan"),
+        ("sim", 1, torch.complex64, complex(0, NAN), "nan"),
+        ("threads", 1, torch.float32, NAN, "nan"),
+        ("threads", 2, torch.float64, -INF, "inf"),
     ],
 )
 @ranks(2)

@@ -9,13 +9,11 @@ import torch
 
 import interlace
 from cases.attention_cases import METHODS, AttentionCase, check
-from cases.head_exchange_cases import layered
 from interlace import nn
 from interlace.runtime.numerics.norms import NAMES, activate
 from ranks import ranks
-from sim.norms.test_norms import OPS, Case, check as check_norms
 from support import noise
-from tiers import few, thorough
+from tiers import thorough
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "fused", "pipelined", "unfused"])
@@ -89,16 +87,6 @@ def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str
         interlace.all_gather(wrong, x)
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
-@pytest.mark.parametrize("quantize", few([None, "fp8"], "fp8"))
-def test_every_op(algorithm: str, quantize: str | None) -> None:
-    """5 rows cannot be shared evenly by any two ranks. "fused" is the kernel."""
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": quantize}
-    for op in OPS:
-        case = Case(op, algorithm, 2, (5,), 24, 8, gather="scatter" in op, **how)
-        check_norms(case, interlace.run(case.call, case.world, place="shm"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
 def test_what_torch_does_not_unpickle_goes_to_ranks_and_comes_back(dtype: torch.dtype) -> None:
     given = torch.arange(6).view(2, 3).t().to(dtype)
@@ -170,13 +158,6 @@ def test_outputs_and_gradients(name: str) -> None:
         check_reduce(name, op)
 
 
-@ranks(WORLD)
-def test_an_unknown_activation_is_refused_with_gradients_too() -> None:
-    x: Any = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(ValueError, match="must be None or one of relu, gelu, gelu_tanh, silu"):
-        interlace.matmul_all_reduce(x, torch.ones(4, 2), activation="softmax")  # type: ignore[call-overload]
-
-
 CASES = {
     "fused": AttentionCase((18, 5), size=16, batch=1, heads=(2, 1)),
     "pipelined": AttentionCase((130, 0, 77), size=64, dtype=torch.bfloat16, layout="sbhd"),
@@ -195,11 +176,6 @@ CASES = {
 )
 def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
     check(CASES[algorithm], method, algorithm, place="shm")
-
-
-def test_the_layer_with_projections() -> None:
-    case = (7, 4), (4, 2), "auto", "bshd", "zigzag"
-    assert max(interlace.run(layered, 2, *case, place="shm")) < 1e-5
 
 
 def attended(*tensors: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,7 @@ OPS: dict[str, Op] = {
     "gather": lambda out, x, **kw: dist.gather(x, [out], 0, **kw),
     "scatter": lambda out, x, **kw: dist.scatter(out, [x], 0, **kw),
 }
+FEW = {name: OPS[name] for name in ("all_gather", "reduce_scatter_single", "all_to_all", "scatter")}
 
 
 def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
@@ -104,14 +105,14 @@ def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
 @ranks(1, backend="interlace")
 def test_remembered_and_asynchronous_calls_are_as_the_first() -> None:
     for case, make in CASES.items():
-        for name, op in OPS.items():
+        for name, op in OPS.items() if case in ("plain", "in place", "shapes") else FEW.items():
             first, general = _outcome(op, make, False), _outcome(op, make, True)
             assert first == general == _outcome(op, make, False), f"{name}, {case}"
 
 
 @ranks(1, backend="interlace")
 def test_an_output_of_another_size_is_refused_and_nothing_is_written() -> None:
-    for sent in (32, 3, 0):
+    for sent in (32, 3):
         for name, op in OPS.items():
             for async_op in (False, True):
                 memory = torch.full((64,), 7, dtype=torch.int32)

@@ -1,12 +1,8 @@
-"""Torch's ways to train in parallel give the numbers of one process on the backend.
-
-Every case raises on its rank if its numbers differ from the same computation in one process.
-"""
+"""Torch's ways to train in parallel give the numbers of one process on the backend."""
 
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,20 +212,3 @@ def test_framework(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         CASES[name]()
-
-
-@ranks(WORLD_SIZE, backend="interlace")
-def test_checkpoint(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parallel, other = sharded(), sharded()
-        train(parallel, sgd(parallel))
-        state = {"model": parallel.state_dict(), "rank_zero": torch.arange(3)}
-        dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
-        loaded = {"model": other.state_dict(), "rank_zero": torch.zeros(3, dtype=torch.int64)}
-        dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
-        other.load_state_dict(loaded["model"])
-        check(full(other), trained())
-        assert loaded["rank_zero"].tolist() == [0, 1, 2]

@@ -127,16 +127,6 @@ def test_tensors_on_another_device_go_through_the_host() -> None:
     assert values([scattered, sent]) == [[2.0 * rank], [float(rank)]]
 
 
-@ranks(2, backend="interlace")
-def test_abort_ends_waits() -> None:
-    group: Any = dist.group.WORLD
-    if dist.get_rank() == 1:
-        group.abort()
-    else:
-        with pytest.raises(interlace.AbortedError, match="rank 1 aborted"):
-            dist.all_reduce(own())
-
-
 @pytest.mark.parametrize("backend", few(["interlace", "gloo"], "interlace"))
 @pytest.mark.parametrize("kind", ["collective", "messages", "large messages"])
 @ranks(2)

@@ -80,17 +80,6 @@ def profiled() -> tuple[list[str], list[str]]:
 
 
 @ranks(2)
-def test_reductions_with_norms_are_in_a_profile_with_what_was_chosen() -> None:
-    rows, norm = torch.ones(2, 8), interlace.RMSNorm()
-    with torch.profiler.profile() as profile:
-        interlace.all_reduce_norm(rows, norm=norm)
-        interlace.all_reduce_norm(rows, norm=norm, algorithm="low_latency")
-        interlace.matmul_all_reduce(rows, torch.ones(8, 4), norm=norm)
-    by_norm = {"all_reduce_norm:pipelined", "all_reduce_norm:low_latency"}
-    assert {*by_norm, "matmul_all_reduce:unfused"} <= {*names_in(profile)}
-
-
-@ranks(2)
 def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     shard, weight = torch.ones(2, 8), torch.ones(8, 4)

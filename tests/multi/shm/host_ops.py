@@ -1,7 +1,4 @@
-"""Collectives of an engine in every size and form, exactly checked, for ranks of tests.
-
-Every rank can compute every rank's data.
-"""
+"""Collectives of an engine in every size and form, exactly checked, for ranks of tests."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,19 +1,13 @@
-"""Collectives of one host as steps of machine code: waits, interrupts, and the same bits as in Python.
-
-Values of all ops in all sizes are in test_host_engine.py, on ranks with steps and without.
-"""
+"""Collectives of one host as steps of machine code: waits, interrupts, and the same bits as in Python."""
 
 import itertools
 import os
-import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +23,9 @@ from interlace.runtime.places.shm import (
     message_steps,
     rounds as host_rounds,
 )
-from interlace.runtime.places.shm.caches import RingWrites
-from interlace.runtime.processes.control import REDUCED
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import StoreMeeting
-from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of, same
+from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, rounds_of, same
 from ranks import ranks
 from tiers import thorough
 
@@ -96,39 +88,6 @@ def test_ranks_have_the_same_bits_of_nan_in_a_large_sum(
         assert same_sums(one_with_machine_code, large)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@ranks()
-def test_who_calls_a_sum_last_waits_for_nobody(world_size: int) -> None:
-    """In a sum of two slots, the earlier ranks wait only for sums of other ranks."""
-    with engine() as e:
-        make_ring(e)
-        e._steps.sizes = e._steps.sizes._replace(in_place=2 * SLOT_BYTES)  # whatever the caches
-        e._steps._kept.clear()
-        check(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
-        lists = {key[0]: steps for key, steps in e._steps._kept.items() if key}
-        words = {index for peers, index, *_ in lists["rounds"].notes.values() if peers}
-        assert words == ({REDUCED} if world_size > 2 else set())
-
-
-@ranks(3)
-def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting() -> None:
-    found: list[float] = []
-    with engine() as e, pytest.MonkeyPatch.context() as patch:
-        make_ring(e)
-        clock, steps, taken = [0.0], e._steps, [1.0, 100.0]
-        for function, seconds in zip((steps.do, steps.meet), taken, strict=True):
-
-            def counting(*args: Any, run: Any = function, seconds: float = seconds) -> Any:
-                clock[0] += seconds
-                return run(*args)
-
-            patch.setattr(steps, function.__name__, counting)
-        patch.setattr(host_rounds, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        patch.setattr(RingWrites, "took", lambda *args: found.append(args[-1]))
-        check(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
-    assert found == [2.0]
-
-
 @thorough
 @ranks(2)
 def test_as_many_rounds_as_steps_take_and_more() -> None:
@@ -139,26 +98,10 @@ def test_as_many_rounds_as_steps_take_and_more() -> None:
                 check(e, op, rounds_of(op, 2, rounds), key)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@ranks()
-def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
-    n, generator = 3 * SLOT_BYTES // 4, random.Random(0)
-    shared = interlace.symmetric_memory.empty(n)
-    interlace.symmetric_memory.rendezvous(shared)
-    with engine() as e:
-        make_ring(e)
-        for key in range(8):
-            count = n - 64 * generator.randrange(100) if key % 4 else 20_000
-            for op in ("all_reduce", "broadcast", "all_gather"):
-                memory = None if e.rank else shared
-                check(e, op, 4 * count, key, torch.float32, memory=memory)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@ranks()
-def test_splits_that_are_equal_on_one_rank_only(world_size: int) -> None:
+@ranks(3)
+def test_splits_that_are_equal_on_one_rank_only() -> None:
     """Rank 1 keeps ``most`` rows more for itself."""
-    rank, everyone = interlace.get_rank(), range(world_size)
+    rank, everyone = interlace.get_rank(), range(3)
     interlace.all_reduce(torch.ones(1 << 20))  # makes the ring
     cases = [
         *[(3, most) for most in (0, 1000, 20_000, 300_000)],
@@ -188,45 +131,6 @@ def test_lists_of_steps_are_not_kept_without_end() -> None:
                 check(e, ("all_reduce", "broadcast")[key % 2], size, key, torch.int64)
                 kept = [steps.nbytes for steps in e._steps._kept.values()]
                 assert len(kept) <= number and sum(kept) <= nbytes
-
-
-@ranks(3)
-def test_a_rank_that_is_late_is_waited_for() -> None:
-    with engine() as e:
-        make_ring(e)
-        for key in range(6):
-            if key % 3 == e.rank:
-                time.sleep(0.05)
-            check(e, "all_reduce", (8, 3 * SLOT_BYTES)[key // 3], key, torch.float32)
-
-
-@pytest.mark.parametrize("nbytes", [16, 4 << 20])
-@ranks(3)
-def test_an_abort_ends_waits(nbytes: int) -> None:
-    with engine() as e:
-        make_ring(e)
-        if e.rank == 1:
-            time.sleep(0.05)
-            e._group.abort("enough")
-            return
-        with pytest.raises(interlace.InterlaceError, match="rank 1 aborted the group: enough"):
-            while True:
-                e.all_reduce(Call("all_reduce"), torch.zeros(nbytes // 4), "sum")
-
-
-@ranks(2)
-def test_another_thread_than_the_main_one() -> None:
-    with engine() as e, ThreadPoolExecutor(1) as threads:
-
-        def work() -> None:
-            for key, op in enumerate(2 * OPS):
-                for nbytes in (24, 100_000, rounds_of(op, 2, 2)):
-                    check(e, op, nbytes, key, torch.float32)
-
-        working = threads.submit(work)
-        while not working.done():
-            sum(range(1000))
-        working.result()
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "barrier"])

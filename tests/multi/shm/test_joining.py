@@ -338,6 +338,35 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
     assert run(range(2), join) == [[b"0", b"1"]] * 2
 
 
+@pytest.mark.parametrize("other", [b"another", b""])
+def test_ranks_with_different_secrets_say_so_at_once(other: bytes) -> None:
+    store, prefix = HashStore(), "interlace/secrets/0"
+
+    def join(rank: int) -> str:
+        secret = other if rank else b"secret"
+        signed = SignedStore(store, secret) if secret else store
+        with pytest.raises(InterlaceError) as error:
+            HostGroup(StoreMeeting(signed), rank, 2, timeout=LONG, prefix=prefix)
+        return str(error.value)
+
+    for rank, text in enumerate(run(range(2), join)):
+        assert text == (
+            f"rank {rank}: ranks [{1 - rank}] have another INTERLACE_SECRET than this rank, or none: "
+            f"set the same value for all ranks of group {prefix!r}"
+        )
+
+
+def test_a_joined_group_leaves_nothing_in_the_store() -> None:
+    store = HashStore()
+
+    def join(rank: int) -> None:
+        connect_place(SignedStore(store, b"secret"), rank, 2, timeout=LONG, name="clean").close()
+
+    before = store.num_keys()
+    run(range(2), join)
+    assert store.num_keys() == before
+
+
 def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     forget, ended = rendezvous.forget, threading.Event()
 

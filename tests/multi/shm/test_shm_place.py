@@ -1,6 +1,5 @@
 """The place ``shm``: processes of one host that share memory, and what happens when one fails."""
 
-import contextvars
 import os
 import pathlib
 import signal
@@ -200,38 +199,6 @@ def test_memory_that_is_left_in_control_groups(tmp_path: pathlib.Path) -> None:
     groups = "9:name=systemd:/job\n4:memory:/job\n3:cpu:/elsewhere\n0::/a/b\n"
     assert list(segment.left_in_groups(groups, tmp_path)) == [250, 700, 37]
     assert list(segment.left_in_groups("0::/not/here\n", tmp_path)) == []
-
-
-@ranks(3)
-def test_subgroup_needs_no_others() -> None:
-    place = of_rank()
-    for generation in (1, 2) if place.rank != 1 else ():
-        part = place.subgroup((2, 0), generation)
-        own = f"{place.rank}->{part.rank}".encode()
-        assert part.exchange(own, "part") == [b"2->0", b"0->1"]
-        part.close()
-    place.exchange(b"", "all")
-
-
-@ranks(2)
-def test_async_and_sync_messages_keep_their_order() -> None:
-    place, futures = of_rank(), []
-
-    def operation(number: int) -> list[bytes]:
-        if place.rank == 1:
-            time.sleep(0.002)
-        return place.exchange(str(number).encode(), f"op {number}")
-
-    for number in range(24):
-        if number % 4 == 3:
-            answers = place.exchange(str(number).encode(), f"op {number}")
-            assert answers == [str(number).encode()] * 2
-        else:
-            asynchronous = number % 4 != 2
-            later = place.submit(lambda n=number: operation(n), asynchronous=asynchronous)
-            futures.append((number, later))
-    for number, future in futures:
-        assert future.result() == [str(number).encode()] * 2
 
 
 # -- joining ---------------------------------------------------------------------------------------
@@ -660,34 +627,6 @@ def test_a_forked_process_does_not_do_what_its_parent_does_on_sigterm(
     child.process.join()
     assert child.process.exitcode == -signal.SIGTERM
     child.kill()
-
-
-# -- the worker ------------------------------------------------------------------------------------
-
-
-def test_worker_runs_in_order_with_the_context_of_the_caller() -> None:
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=-1)
-    worker, seen, gate = OrderedWorker("test"), [], threading.Event()
-    assert not worker.unfinished
-    first = worker.submit(gate.wait)
-    for number in range(50):
-        variable.set(number)
-        future = worker.submit(lambda number=number: seen.append((number, variable.get())))
-    assert worker.unfinished
-    gate.set()
-    future.result()
-    assert first.result() and not worker.unfinished
-    assert seen == [(number, number) for number in range(50)]
-    worker.close()
-
-
-def test_worker_delivers_exceptions_and_goes_on() -> None:
-    worker = OrderedWorker("test")
-    failing, fine = worker.submit(lambda: 1 // 0), worker.submit(lambda: "fine")
-    with pytest.raises(ZeroDivisionError):
-        failing.result()
-    assert fine.result() == "fine"
-    worker.close()
 
 
 def test_closed_worker_fails_what_has_not_started() -> None:

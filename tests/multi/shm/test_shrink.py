@@ -3,12 +3,9 @@
 import gc
 import itertools
 import os
-import random
 import re
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from faults.recovery import install, killed_one_by_one, shrink_often
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import host_map
@@ -27,7 +25,7 @@ from interlace.runtime.processes import rendezvous as meetings
 from interlace.runtime.processes.rendezvous import RESULT, MemoryMeeting, MemoryRoll
 from interlace.runtime.processes.waiting import Patience
 from processes import WAIT, heard, started
-from ranks import LONG, SECRET, joined, ranks
+from ranks import LONG, ranks
 from support import free_port
 from tiers import few, thorough
 
@@ -41,65 +39,14 @@ def sum_of_ranks(rank: int) -> float:
     return whole.item()
 
 
-def install(rank: int, world_size: int, folder: str, hosts: int, timeout: float = LONG) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(SECRET)
-    group = joined(rank, world_size, folder, hosts=hosts, timeout=timeout)
-    groups.install(group.place, all_threads=True)
-
-
-def going_on(
-    rank: int, world_size: int, folder: str, said: Any, hosts: int = 1, timeout: float = LONG
-) -> None:
-    """Call ops, shrink after each death, and report the survivors each time until one is left."""
-    install(rank, world_size, folder, hosts, timeout)
-    while True:
-        try:
-            left = torch.empty(interlace.get_world_size(), dtype=torch.int64)
-            interlace.all_gather_into_tensor(left, torch.tensor([rank]))
-            ids = left.tolist()
-            said.send(ids)
-            if len(ids) == 1:
-                return
-            chance = random.Random(str(ids))
-            while True:
-                count = 4 << (2 * chance.randrange(8))
-                whole = torch.arange(float(count)) + rank
-                interlace.all_reduce(whole)
-                expected = torch.arange(float(count)) * len(ids) + sum(ids)
-                assert torch.equal(whole, expected), (whole, expected)
-                if chance.random() < 0.1:
-                    interlace.new_group().close()
-        except InterlaceError:
-            interlace.shrink()
-
-
-def to_the_last(world_size: int, folder: Path, seed: int, hosts: int = 1) -> int:
-    """Kill ranks at random moments, some at once, until one is left; return the number of kills."""
-    chance, killed = random.Random(seed), 0
-    with started(going_on, world_size, folder, hosts) as (processes, ends):
-        alive = list(range(world_size))
-        while True:
-            said: dict[int, list[int]] = {}
-            for rank in alive:
-                while said.get(rank) != alive:  # first after fewer deaths, if these came in turn
-                    said[rank] = heard(ends[rank])
-                    assert set(alive) <= set(said[rank]), said
-            if len(alive) == 1:
-                break
-            for rank in chance.sample(alive, chance.randint(1, min(2, len(alive) - 1))):
-                time.sleep(chance.random() * 0.02)
-                processes[rank].kill()
-                alive.remove(rank)
-                killed += 1
-        processes[alive[0]].join(WAIT)
-        assert processes[alive[0]].exitcode == 0
-    return killed
+def check_survivors(world_size: int, folder: Path, seed: int, hosts: int = 1) -> None:
+    trials = killed_one_by_one(world_size, hosts, seed, str(folder), broken=False, wait=WAIT)
+    assert not [trial for trial in trials if not trial.right]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_go_on_without_those_that_were_killed(world_size: int, tmp_path: Path) -> None:
-    assert to_the_last(world_size, tmp_path, world_size) == world_size - 1
+    check_survivors(world_size, tmp_path, world_size)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +62,7 @@ def test_ranks_go_on_without_those_that_were_killed(world_size: int, tmp_path: P
     ),
 )
 def test_ranks_of_hosts_go_on(world_size: int, hosts: int, seed: int, tmp_path: Path) -> None:
-    assert to_the_last(world_size, tmp_path, seed, hosts) == world_size - 1
+    check_survivors(world_size, tmp_path, seed, hosts)
 
 
 @pytest.mark.parametrize(("hosts", "message"), [(1, False), (1, True), (2, False)])
@@ -160,7 +107,15 @@ def end_at(when: str, hosts: int) -> None:
         roll.say = says
 
 
-@pytest.mark.parametrize(("hosts", "when"), [(hosts, when) for hosts in (1, 2) for when in MOMENTS])
+@pytest.mark.parametrize(
+    ("hosts", "when"),
+    few(
+        [*itertools.product((1, 2), MOMENTS)],
+        *itertools.product([1], MOMENTS),
+        (2, "after its card"),
+        (2, "said so"),
+    ),
+)
 @ranks(4, gone=[1, 2])
 def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
     rank = interlace.get_rank()
@@ -266,43 +221,23 @@ def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
         assert half.ranks == (0, 1) and whole.item() == 2.0  # the ranks 2 and 0, in this order
 
 
-def again_and_again(times: int) -> list[tuple[int, int, int]]:
-    """Shrink without a loss; return descriptors, threads and mappings before, half-way and after."""
-    found = []
-    for number in range(times + 1):
-        interlace.shrink()
-        whole = torch.ones(100)
-        interlace.all_reduce(whole)
-        assert whole[0] == interlace.get_world_size()
-        if number in (times // 4, times):
-            maps = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
-            found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), maps))
-    return found
-
-
-@ranks(2)
-def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
-    before, after = again_and_again(40)
-    assert after <= before
-
-
 @ranks(4, hosts=2)
 def test_nothing_is_left_of_groups_of_two_hosts() -> None:
     """Reference counts must free them, because the collector of cycles may run late."""
-    again_and_again(4)
+    shrink_often(4)
     gc.collect()
     gc.disable()
     try:
-        before, after = again_and_again(8)
+        before, after = shrink_often(8)
     finally:
         gc.enable()
     assert after <= before
 
 
-@thorough
+@pytest.mark.parametrize("times", few([40, 1000], 40))
 @ranks(3)
-def test_nothing_is_left_of_a_thousand_groups() -> None:
-    before, after = again_and_again(1000)
+def test_nothing_is_left_of_a_thousand_groups(times: int) -> None:
+    before, after = shrink_often(times)
     assert after <= before
 
 

@@ -18,9 +18,8 @@ from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import machine_code
-from interlace.runtime.places.shm.machine_code import COMPARE, RING, SUMS, WAIT, Copier, Steps
-from interlace.runtime.processes import waiting
-from interlace.runtime.processes.control import ANYONE, BELL, wake
+from interlace.runtime.places.shm.machine_code import RING, SUMS, Copier, Steps
+from interlace.runtime.processes.control import ANYONE, BELL
 from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
@@ -143,18 +142,6 @@ def test_no_nan_of_bfloat16_is_rounded_to_something_else(bits: bytes) -> None:
 # -- the other kinds ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [-3, 0, 3, 500])
-def test_a_copy_may_overlap(shift: int) -> None:
-    memory = torch.arange(2000, dtype=torch.int16).view(torch.uint8)
-    wanted = memory.clone()
-    wanted[1000 + shift : 1700 + shift] = memory[1000:1700].clone()
-    base = memory.data_ptr()
-    made = listed(lambda s: s.copy((1000 + shift, 1), (1000, 1), (600, 2)))
-    made.registers[1], made.registers[2] = base, 100
-    assert made.run(0) == -1
-    assert torch.equal(memory, wanted)
-
-
 @pytest.mark.parametrize("past", [False, True])
 def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> None:
     source = torch.arange(4000, dtype=torch.int16).view(torch.uint8)
@@ -167,6 +154,18 @@ def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> 
             wanted[first : first + nbytes] = source[start : start + nbytes]
             copier(memory.data_ptr() + first, source.data_ptr() + start, nbytes)
             assert torch.equal(memory, wanted), (nbytes, to, start)
+
+
+@pytest.mark.parametrize("shift", [-3, 0, 3, 500])
+def test_a_copy_may_overlap(shift: int) -> None:
+    memory = torch.arange(2000, dtype=torch.int16).view(torch.uint8)
+    wanted = memory.clone()
+    wanted[1000 + shift : 1700 + shift] = memory[1000:1700].clone()
+    base = memory.data_ptr()
+    made = listed(lambda s: s.copy((1000 + shift, 1), (1000, 1), (600, 2)))
+    made.registers[1], made.registers[2] = base, 100
+    assert made.run(0) == -1
+    assert torch.equal(memory, wanted)
 
 
 def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
@@ -183,47 +182,6 @@ def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
         assert memory[:, BELL // 8].tolist() == bells
 
 
-def test_a_wait_sleeps_until_it_is_rung_for() -> None:
-    memory = torch.zeros(2 * BELL // 8, dtype=torch.int64)
-    word, addresses = words(0)
-    made = Steps()
-    made.wait(addresses, 1, releasers=[7])
-    until = ctypes.c_int64(1 << 62)
-    made.complete(spin=False, crowd=(1, 1, ctypes.addressof(until)), asleep=memory.data_ptr())
-    thread = threading.Thread(target=made.run, args=(0,))
-    thread.start()
-    while memory[0] != 7:  # it says for whom it sleeps
-        time.sleep(1e-4)
-    word[0] = 1
-    wake(memory.data_ptr())
-    thread.join()
-    assert memory[0] == 0
-
-
-@pytest.mark.parametrize("spin", [False, True])
-def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) -> None:
-    memory, (a, b, done) = words(5, 4, 0)
-
-    def write(made: Steps) -> None:
-        made.release(done, 1)
-        made.wait([a, b], (1, 1), "note")
-        made.release(done, 2)
-
-    made = listed(write, spin=spin)
-    made.registers[1] = 4
-    assert made.run(0) == 1
-    assert (made.kinds[1], made.notes[1], memory[2]) == (WAIT, "note", 1)
-    assert made.run(1) == 1  # still not there
-    memory[1] = 5
-    memory[2] = 0
-    assert made.run(1) == -1
-    assert memory.tolist() == [5, 5, 2]  # and step 0 was not done again
-    memory[0] = -(2**62)  # words are signed, and may be larger
-    assert made.run(0) == 1
-    memory[0] = 2**62
-    assert made.run(0) == -1
-
-
 def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A yield beside busy processes may take many milliseconds."""
     monkeypatch.setattr(machine_code, "TURNS", 1 << 40)
@@ -235,28 +193,6 @@ def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.Mon
     assert time.perf_counter() - before >= 0.02
     memory[2] = 1
     assert made.run(0) == -1
-
-
-def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(waiting, "_yield_core", lambda: given.append(1))
-    monkeypatch.setattr(waiting, "crowded_until", until := ctypes.c_int64())
-    monkeypatch.setattr(waiting, "LONG_YIELD", -1)  # as every yield is
-    _memory, addresses = words(0)
-    made = Steps()
-    made.wait(addresses, 1)
-    made.complete(spin=False, crowd=(-1, 10, ctypes.addressof(until)))
-    patience = waiting.Patience(0, 600.0, lambda doing, waited_for: None, spins=0)
-    for step in (lambda: made.run(0), lambda: patience.step("an op", (1,))):
-        until.value = 0
-        step()
-        assert until.value > 0
-        until.value = far = time.monotonic_ns() + (1 << 50)
-        step()
-        assert until.value == far
-    assert given == [1]
 
 
 @pytest.mark.parametrize("keeps_lock", [False, True])
@@ -286,41 +222,7 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
         other.join()
 
 
-def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
-    own, others = torch.arange(100, dtype=torch.uint8), torch.zeros(3, 200, dtype=torch.uint8)
-    addresses = [row.data_ptr() for row in others]
-    made = listed(lambda s: s.compare((0, 1), addresses, (0, 2), (0, 3)))
-    made.registers[1], made.registers[2] = own.data_ptr(), 70
-    for length in (0, 1, 33, 100):
-        others.fill_(255)
-        others[:, 70 : 70 + length] = own[:length]
-        made.registers[3] = length
-        assert made.run(0) == -1
-        for place in range(length):
-            row = place % 3
-            others[row, 70 + place] ^= 1
-            assert made.run(0) == 0
-            assert made.kinds[0] == COMPARE
-            assert made.run(1) == -1
-            others[row, 70 + place] ^= 1
-
-
 # -- the machine code --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ir", "said"),
-    [
-        ("define void @f() { nonsense }", "expected instruction opcode"),
-        ("declare void @g() define void @f() { call void @g() ret void }", r"[Ss]ymbols.* f "),
-        ("@g = global i32 0", r"[Ss]ymbols.* f "),
-    ],
-)
-def test_what_llvm_does_not_take_and_a_function_that_is_nowhere_are_errors(
-    ir: str, said: str
-) -> None:
-    with pytest.raises(RuntimeError, match=said):
-        machine_code.compile_ir(ir, "f")
 
 
 def assembly(ir: str, processor: str) -> str:
@@ -401,7 +303,7 @@ def refuse() -> None:
 )
 def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
     # facts about this process are cached
-    known = {name: getattr(machine_code, name).__wrapped__ for name in ("supported", "_run")}
+    known = {name: getattr(machine_code, name).__wrapped__ for name in ("is_supported", "_run")}
     with mock.patch.multiple(machine_code, PROCESSOR="x86_64", **known), missing:
         assert not machine_code.available()
         with pytest.raises(RuntimeError, match="no machine code"):

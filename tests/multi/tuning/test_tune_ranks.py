@@ -110,11 +110,3 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
     assert "CPUs; they say nothing about a GPU" in out.getvalue()
     bars = [line for line in out.getvalue().splitlines() if "####" in line]
     assert len(bars) >= 4 and sum("(default)" in line for line in bars) == 2
-
-
-@ranks(2)
-def test_ranks_with_different_explicit_configurations_are_told() -> None:
-    values = {"block_m": 64} if interlace.get_rank() else {}
-    text = "configuration differs between ranks"
-    with interlace.configured(**values), pytest.raises(ValueError, match=text):
-        interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 4))

@@ -1,8 +1,4 @@
-"""Results do not depend on the schedule, a seed is a schedule, and ops in flight never meet.
-
-20 schedules per kernel, or 200 where there is time, as in ``make verify``; outputs must be the same bits
-in all of them, on poisoned memory.
-"""
+"""Results do not depend on the schedule, a seed is a schedule, and ops in flight never meet."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,25 +1,17 @@
-"""The fused ops against float64 references: any shape, world, dtype, layout, schedule, algorithm.
-
-Every call runs on poisoned workspaces and outputs, every rank and call has its own payload, and the
-tolerance is the bound of ``interlace.reference``.
-"""
+"""The fused ops against float64 references: any shape, world, dtype, layout, schedule, algorithm."""
 
 import dataclasses
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import hypothesis
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import given, strategies as st
 
 import interlace
 from interlace import reference
-from interlace.kernels.matmul import all_gather_matmul as kernels
 from interlace.runtime.numerics.norms import NAMES as ACTIVATIONS
 from interlace.runtime.tuning.configuration import override
 from ranks import ranks
@@ -321,28 +313,6 @@ def test_a_rank_without_columns_still_sends(algorithm: Any) -> None:
             return_gathered=True,
         )
         assert torch.equal(gathered, torch.cat([noise(r, call, (4, 8)) for r in range(3)]))
-
-
-@pytest.mark.parametrize(
-    ("chunks", "tiles"), [(1, {0: 6, 1: 6, 2: 15}), (3, {1: 3, 2: 24})], ids=["whole", "thirds"]
-)
-def test_copiers_that_have_sent_take_tiles(chunks: int, tiles: dict[int, int]) -> None:
-    """Three ranks have three tiles each, and programs 0 and 1 copy. Tiles of the rank's shard are excluded
-    because they need no copy.
-    """
-    taken: list[int] = []
-    emit = kernels.emit_tile
-
-    def noted(*arguments: Any) -> Any:
-        taken.append(int(tl.program_id(0).handle.data[0]))
-        return emit(*arguments)
-
-    blocks = {f"block_{axis}": 16 for axis in "mnk"}
-    configuration = {**blocks, "copiers": 2, "chunks": chunks, "programs": 1}
-    extents = {"lengths": [48] * 3, "inner": [16], "columns": [16]}
-    with mock.patch.object(kernels, "emit_tile", noted):
-        check_gather(simple(3, **extents, configuration=configuration))
-    assert Counter(taken) == tiles
 
 
 @pytest.mark.parametrize("copiers", range(4))

@@ -19,9 +19,10 @@ from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import mutant_of, mutated
+from ops.test_contract import cells, check_values
 from ranks import ranks
-from sim.algorithms.node_support import OPS, SMALL, TILES, TWO, check_in_flight, on_nodes
-from support import noise, payload, poisoned
+from sim.algorithms.node_support import SMALL, TILES, TWO, check_in_flight, on_nodes
+from support import noise, poisoned
 from tiers import few, thorough
 
 PUTS = ("stores", "late")
@@ -157,55 +158,13 @@ def test_collectives(nodes: tuple[int, ...], put: str) -> None:
         interlace.run(on_rank, len(nodes))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "dtype", "put"),
-    few(
-        [
-            ("fused", torch.float32, "stores"),
-            ("fused", torch.bfloat16, "late"),
-            ("pipelined", torch.bfloat16, "stores"),
-            ("unfused", torch.float32, "late"),
-            ("auto", torch.float64, "stores"),
-        ],
-        ("fused", torch.bfloat16, "late"),
-        ("auto", torch.float64, "stores"),
-    ),
-)
-def test_fused_ops(algorithm: str, dtype: torch.dtype, put: str) -> None:
-    nodes = (0, 0, 1, 1, 1)
-    world, ranks = len(nodes), range(len(nodes))
-
-    def on_rank() -> None:
-        group = on_nodes(nodes, put)
-        rank = group.rank
-        for call in range(2):
-            rows = [5 + 9 * source for source in ranks]
-            shards = [payload(source, call, (rows[source], 8), dtype) for source in ranks]
-            weight, bias = payload(9, call, (8, 24), dtype), payload(8, call, (24,), dtype)
-            gathered, product = interlace.all_gather_matmul(
-                shards[rank], weight, bias=bias, group=group, return_gathered=True,
-                algorithm=algorithm,
-            )  # fmt: skip
-            assert torch.equal(gathered, torch.cat(shards))
-            right = torch.cat(shards).double() @ weight.double() + bias.double()
-            assert torch.equal(product, right.to(dtype))
-            inputs = [payload(source, call, (world * 17, 8), dtype) for source in ranks]
-            weights = [payload(source + 20, call, (8, 6), dtype) for source in ranks]
-            # contributions have the output's dtype; all else is exact with these numbers
-            products = [(x @ w).double() for x, w in zip(inputs, weights, strict=True)]
-            total = sum(products[1:], products[0])
-            part = interlace.matmul_reduce_scatter(
-                inputs[rank], weights[rank], bias=bias[:6], group=group, algorithm=algorithm
-            )
-            right = total[17 * rank : 17 * rank + 17] + bias[:6].double()
-            assert torch.equal(part, right.to(dtype))
-            whole = interlace.matmul_all_reduce(
-                inputs[rank], weights[rank], group=group, algorithm=algorithm
-            )
-            assert torch.equal(whole, total.to(dtype))
-
-    with override(**TILES), poisoned():
-        interlace.run(on_rank, world)
+@thorough
+@pytest.mark.parametrize("put", PUTS)
+@pytest.mark.parametrize("op", cells("values"))
+@ranks(3, place="sim")
+def test_every_op(op: str, put: str) -> None:
+    with override(**SMALL):
+        check_values(op, group=on_nodes((0, 1, 1), put))
 
 
 @ranks(4, place="sim")
@@ -248,31 +207,10 @@ def in_flight(op: str, nodes: tuple[int, ...] = TWO, put: str = "stores") -> Cal
     return on_rank
 
 
-@pytest.mark.parametrize(
-    ("op", "put"),
-    few(
-        itertools.product(OPS, PUTS),
-        ("all_gather", "stores"),
-        ("reduce_scatter", "late"),
-        ("all_to_all", "stores"),
-    ),
-)
-def test_no_races(op: str, put: str) -> None:
-    report = races(in_flight(op, put=put), 4, seeds=1)
-    assert report.clean, str(report)
-    assert report.events > 1000
-
-
 @thorough
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_no_races_on_nodes_that_differ_in_size(op: str) -> None:
     report = races(in_flight(op, (0, 1, 1, 0, 1), "late"), 5, seeds=1)
-    assert report.clean, str(report)
-
-
-@pytest.mark.parametrize("op", few(["all_gather", "reduce_scatter", "all_to_all"], "all_to_all"))
-def test_any_schedule_with_late_stores(op: str) -> None:
-    report = schedules(in_flight(op), 4, n=2, store_buffers=True, workers=1)
     assert report.clean, str(report)
 
 

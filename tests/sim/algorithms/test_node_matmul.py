@@ -13,7 +13,7 @@ from interlace.ops.matmul import scaled
 from interlace.ops.matmul.launch_reduce import tables_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
-from interlace.verify import races, schedules
+from interlace.verify import races
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import Edit, Mutant, mutated
@@ -192,12 +192,6 @@ def test_no_races(of: tuple[int, ...], put: str) -> None:
     report = races(in_flight(of, put, 3), len(of), seeds=1)
     assert report.clean, str(report)
     assert report.events > 1000
-
-
-@thorough
-def test_any_schedule_with_late_stores() -> None:
-    report = schedules(in_flight(TWO), 4, n=4, store_buffers=True, workers=1)
-    assert report.clean, str(report)
 
 
 _FINAL = "        wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)\n"

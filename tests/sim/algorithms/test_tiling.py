@@ -1,7 +1,5 @@
 """The orders of rows, chunks and tiles are permutations that cover everything once."""
 
-import itertools
-
 import torch
 from hypothesis import given, strategies as st
 
@@ -18,19 +16,6 @@ def test_split_rows_is_torch_chunk(total: int, world: int) -> None:
     assert [count for _, count in parts] == chunks + [0] * (world - len(chunks))
     covered = [row for first, count in parts for row in range(first, first + count)]
     assert covered == list(range(total))
-
-
-@given(COUNTS)
-def test_prefix_sums(lengths: list[int]) -> None:
-    sums = tiling.prefix_sums(lengths)
-    assert sums == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-
-
-@given(st.integers(0, 100), st.integers(1, 40))
-def test_chunks_cover_rows(rows: int, size: int) -> None:
-    chunks = tiling.chunks_of(rows, size)
-    assert [row for first, n in chunks for row in range(first, first + n)] == list(range(rows))
-    assert all(0 < count <= size for _, count in chunks)
 
 
 @given(WORLDS, st.integers(0, 4))
@@ -78,18 +63,6 @@ def test_owners_are_all_ranks_own_last(world: int) -> None:
         assert order[-1] == rank
     for step in zip(*orders, strict=True):
         assert len(set(step)) == world
-
-
-@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 9))
-def test_programs_share_tiles(tiles: list[int], programs: int) -> None:
-    starts = tiling.prefix_sums(tiles)
-    taken = [
-        number
-        for program in range(programs)
-        for start, end in itertools.pairwise(starts)
-        for number in range(tiling.first_tile.fn(start, program, programs), end, programs)
-    ]
-    assert sorted(taken) == list(range(sum(tiles)))
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9))

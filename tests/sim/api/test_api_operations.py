@@ -69,7 +69,9 @@ def _move_transposed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", support_table.MOVED_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", few(support_table.MOVED_DTYPES, *FEW, torch.bfloat16, torch.complex128), ids=str
+)
 def test_what_is_not_contiguous_is_moved(dtype: torch.dtype) -> None:
     interlace.run(_move_transposed, 2, dtype)
 

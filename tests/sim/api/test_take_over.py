@@ -1,7 +1,4 @@
-"""torch's fused ops, taken over: interlace's kernels for GPUs run on the fake one.
-
-Tensors are the CPU's, so each op is called with the dispatch key of GPUs.
-"""
+"""torch's fused ops, taken over: called with the dispatch key of GPUs, on the fake one."""
 
 import os
 import subprocess

@@ -1,8 +1,4 @@
-"""Attention over a sharded sequence on simulated ranks: results, bits, gradients, misuse.
-
-Every call runs on poisoned workspaces and outputs, and the tolerance is the bound of
-``interlace.ops.attention.problem``.
-"""
+"""Attention over a sharded sequence on simulated ranks: results, bits, gradients, misuse."""
 
 import itertools
 import pathlib
@@ -39,7 +35,7 @@ CASES = {"even": EVEN, "uneven": UNEVEN, "window": WINDOW, "packed": PACKED, "wi
 
 
 WAYS = tuple(itertools.product(METHODS, ALGORITHMS))
-KEPT = *((method, "fused") for method in METHODS), ("ring", "pipelined"), ("ulysses", "unfused")
+KEPT = ("all_gather", "pipelined"), ("ring", "fused"), ("ulysses", "unfused")
 BY_TORCH = [
     *(("uneven", method, "pipelined") for method in METHODS),
     ("packed", "all_gather", "unfused"),
@@ -92,7 +88,7 @@ SOME_WHOLE = {
 
 
 TILED = [(name, method) for name in SOME_WHOLE for method in METHODS]
-FIRST = ("causal", "ring"), ("causal", "ulysses"), *((name, "all_gather") for name in SOME_WHOLE)
+FIRST = [(name, "all_gather") for name in SOME_WHOLE]
 
 
 @pytest.mark.parametrize(("name", "method"), few(TILED, *FIRST))
@@ -143,11 +139,6 @@ def test_scales_that_are_not_positive(scale: float) -> None:
         check(case, method, algorithm)
 
 
-def test_one_rank_and_many_agree() -> None:
-    for world_size in (1, 4, 5):
-        check(AttentionCase((9,) * world_size, heads=(2, 1), batch=1), "ring", "fused")
-
-
 def test_methods_and_schedules_have_the_same_bits() -> None:
     """Partial results are merged in the order of ranks, not in the order of arrival."""
     case = AttentionCase((5, 16, 9), heads=(2, 2), batch=1)
@@ -180,14 +171,6 @@ def test_the_reference_is_torch_s(value_size: int) -> None:
         torch.testing.assert_close(known.output()[0], right.detach())
         grads = torch.autograd.grad(right, leaves, grad)
         torch.testing.assert_close(tuple(each for each, _ in known.gradients(grad)), grads)
-
-
-def test_a_wrong_result_is_beyond_the_bound() -> None:
-    found = interlace.run(attend, 3, EVEN, "all_gather", "fused")
-    for number, name in enumerate(("output", "lse", "query", "key", "value")):
-        wrong = [[each.clone() for each in tensors] for tensors in found]
-        wrong[1][number][0, 3] *= 1.001
-        assert ratios(EVEN, wrong)[name] > 1, name
 
 
 TINY = AttentionCase((17, 16), heads=(2, 1), size=32, batch=1, dtype=torch.float16, scale=3.0)

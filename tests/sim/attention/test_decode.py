@@ -11,7 +11,6 @@ import interlace
 from interlace import nn, reference
 from interlace.ops.attention.problem import AttentionReference
 from interlace.runtime.tuning.configuration import override
-from interlace.verify import races
 from ranks import ranks
 from sim.algorithms.node_support import TWO, on_nodes
 from sim.api.refusals import ByRank, both, check_refused
@@ -231,26 +230,6 @@ def test_no_sequences_have_no_result(algorithm: Any) -> None:
     keys, query = torch.zeros(0, 3, 2, 8), torch.zeros(0, 4, 8)
     made = interlace.distributed_decode(query, (keys, keys), algorithm=algorithm, return_lse=True)
     assert [tuple(each.shape) for each in made] == [(0, 4, 8), (0, 4)]
-
-
-def rounds() -> None:
-    for call, heads in enumerate((1, 4, 2, 4)):
-        q = noise(call, 0, (2, heads, 16), F32)
-        keys = [noise(10 * call + interlace.get_rank(), n, (2, 5, heads, 16), F32) for n in (1, 2)]
-        every = [
-            [noise(10 * call + r, n, (2, 5, heads, 16), F32) for r in range(interlace.get_world_size())]
-            for n in (1, 2)
-        ]  # fmt: skip
-        whole = [torch.cat(each, 1).transpose(1, 2) for each in every]
-        right = torch.nn.functional.scaled_dot_product_attention(q.unsqueeze(2), *whole)
-        found = interlace.distributed_decode(q, keys, algorithm="fused")
-        if (found - right.squeeze(2)).abs().max() > 1e-4:
-            raise AssertionError(f"wrong result in call {call}")
-
-
-def test_calls_behind_each_other_have_no_race() -> None:
-    report = races(rounds, 3, seeds=1)
-    assert report.clean, report
 
 
 def zeros(*shape: int) -> torch.Tensor:

@@ -74,25 +74,6 @@ def test_sizes(text: str, expected: list[int]) -> None:
     assert figures.parse_sizes(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "--sizes: '' is not a size"),
-        ("4T", "'4T' is not a size; write 100, 64K, 1M or 1G"),
-        ("-4", "'-4' is not a size"),
-        ("0", "must be positive, got '0'"),
-        ("1K:4K", "'1K:4K' must be a size or first:last:step"),
-        ("1K:4K:4", "the step of '1K:4K:4' must be like x4 or [+]1M, got '4'"),
-        ("1K:4K:x", "'' is not a size"),
-        ("4K:1K:x2", "'4K:1K:x2' begins with 4096, which is more than 1024"),
-        ("1:1M:+1", "has more than 1000 sizes"),
-    ],
-)
-def test_sizes_that_are_none(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        figures.parse_sizes(text)
-
-
 @hypothesis.given(strategies.integers(1, 1 << 40))
 def test_sizes_are_written_so_that_nothing_is_lost(nbytes: int) -> None:
     number, unit = figures.format_size(nbytes).split()

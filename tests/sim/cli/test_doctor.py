@@ -138,7 +138,7 @@ def test_survives_when_everything_is_broken() -> None:
     names += ["_pidfd_open", "_pass_descriptors", "_nvshmem_backend", "_nvshmem_library"]
     absent = importlib.metadata.PackageNotFoundError("of any name")
     with (
-        mock.patch.multiple(machine, _interpreted=lambda: False, **dict.fromkeys(names, broken)),
+        mock.patch.multiple(machine, _is_interpreted=lambda: False, **dict.fromkeys(names, broken)),
         mock.patch.object(importlib.metadata, "version", side_effect=absent),
     ):
         code, text = printed(as_json=False)

@@ -107,7 +107,11 @@ if __name__ == "__main__":
 
 
 TESTS = pathlib.Path(__file__).parents[2]
-KERNELS = TESTS / "multi" / "cli" / "bench_kernels.py"
+PLACES = {
+    "KERNELS": TESTS / "multi/cli/bench_kernels.py",
+    "FOLDER": TESTS / "multi/cli",
+    "EXAMPLE": TESTS.parent / "docs/examples/one_shot_all_reduce.py",
+}
 LINES = pathlib.Path(__file__).with_name("refusals.txt").read_text().splitlines()
 
 
@@ -118,7 +122,7 @@ def test_it_is_refused_before_anything_begins(
     command, _, text = line.partition(" => ")
     if "--plot" in command:
         pytest.importorskip("matplotlib")
-    for name, path in (("KERNELS", KERNELS), ("FOLDER", KERNELS.parent)):
+    for name, path in PLACES.items():
         command = command.replace(name, str(path))
     with (
         contextlib.chdir(tmp_path),

@@ -341,13 +341,6 @@ def test_the_slider_goes_through_the_steps(
     assert chromium.js("document.querySelector('.scroll svg').clientWidth") > 1.4 * narrow
 
 
-def test_names_of_lanes_are_cut_off_at_their_left_if_at_all(tmp_path: pathlib.Path) -> None:
-    """The numbers of programs are at the right, and a narrow window needs no script."""
-    write_page(str(tmp_path / "page.html"), "", "", "", [], bad=False)
-    (rule,) = re.findall(r"\.names \{([^}]*)\}", (tmp_path / "page.html").read_text())
-    assert "overflow: hidden" in rule and "display: flex; justify-content: flex-end" in rule
-
-
 def test_numbers_of_programs_are_seen_in_a_narrow_window(
     chromium: browser.Browser, written: pathlib.Path
 ) -> None:

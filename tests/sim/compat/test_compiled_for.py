@@ -127,7 +127,7 @@ def test_the_host_does_not_wait_for_an_op_of_torch() -> None:
     def on_rank() -> list[float]:
         return (torch.ones(2, device="cuda") * 3 + 1.0).tolist()
 
-    with shims.installed("torch"), replaced((user_code, "_allocated", allocated)):
+    with shims.installed("torch"), replaced((user_code, "_allocate_results", allocated)):
         assert interlace.run(on_rank, 1) == [[4.0, 4.0]]
     results = dict(found)
     assert results["aten::mul.Tensor"] is not None and results["aten::add.Tensor"] is not None

@@ -264,7 +264,7 @@ def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
 
 def releases_of(**versions: str) -> Replacement:
     """Install these versions in a process that has not warned yet."""
-    return releases, "installed", versions.__getitem__
+    return releases, "installed_release", versions.__getitem__
 
 
 FIRST: dict[str, str | None] = {releases.SAID: None, "RANK": None}
@@ -302,7 +302,7 @@ def test_what_is_older_or_odd_is_named(versions: dict[str, str], said: str) -> N
 def test_a_python_without_a_lock_is_named(locked: int | None) -> None:
     """A free-threaded build has the same version number as the tested build."""
     build = (
-        (releases, "installed", releases.installed_release.__wrapped__),
+        (releases, "installed_release", releases.installed_release.__wrapped__),
         (platform, "python_version", lambda: "3.14.2"),
         (sysconfig, "get_config_var", {"Py_GIL_DISABLED": locked}.get),
     )

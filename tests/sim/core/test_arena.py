@@ -118,20 +118,6 @@ def test_a_larger_shape_grows_both_channels_once() -> None:
     assert held[1] < held[3] == held[5]
 
 
-@ranks(3, place="sim")
-def test_epochs_only_grow_and_credits_follow() -> None:
-    group, seen = default_group(), []
-    for _ in range(6):
-        interlace.all_reduce(torch.ones(3), algorithm="kernel")
-        buffers = group.arena.buffers()
-        headers = [each.view(each.rank, 0, (HEADER_WORDS,), torch.int64) for each in buffers]
-        seen.append([int(header[EPOCH_WORD]) for header in headers])
-    interlace.barrier()
-    for header in headers:
-        assert header[CREDIT_WORDS : CREDIT_WORDS + 3].tolist() == [3, 3, 3]
-    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
-
-
 @ranks(2, place="sim")
 def test_a_closed_group_refuses() -> None:
     group = interlace.new_group()

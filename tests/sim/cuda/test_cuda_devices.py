@@ -179,7 +179,7 @@ def test_the_alarm_has_a_stream_of_its_own() -> None:
     context = SimpleNamespace(synchronize=lambda: None)
     cuda_driver.alarm_stream.cache_clear()
     with replaced(
-        (cuda_driver, "_loaded", lambda: library),
+        (cuda_driver, "_load_driver", lambda: library),
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "current_stream", lambda: context),
         (torch.cuda, "ExternalStream", lambda handle: ("external", handle)),

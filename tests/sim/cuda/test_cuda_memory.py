@@ -21,7 +21,6 @@ from interlace.runtime.places.gpu.memory import (
     IpcMemory,
     MemoryRefused,
     TorchMemory,
-    together,
 )
 from interlace.runtime.places.gpu.process_place import CudaPlace
 from stand_ins.fake_host import ThreadHost, on_hosts
@@ -186,18 +185,6 @@ def test_what_one_rank_cannot_have_nobody_has(
         return True
 
     assert on_hosts(on_rank, 3) == [True] * 3
-
-
-def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
-    def on_rank(host: ThreadHost) -> list[bytes]:
-        with pytest.raises(MemoryRefused), together(host.exchange):
-            for number in range(3):
-                if host.rank == number:
-                    raise RuntimeError(f"rank {number} at round {number}")
-                cuda_memory.agree_on(host.exchange, cuda_memory.VALUE)
-        return host.exchange(b"in step", "afterwards")
-
-    assert on_hosts(on_rank, 3) == [[b"in step"] * 3] * 3
 
 
 # -- CUDA IPC ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``StreamEngine`` in ``sim``: every algorithm and form of memory, and refusals.
+"""``StreamEngine`` in ``sim``: every algorithm and form of memory.
 
 Each op runs twice in a run with another payload, so that the second finds the memory of the first. All
 methods with every dtype, uneven and empty parts: ``sim/api/test_api_operations.py``.
@@ -6,8 +6,7 @@ methods with every dtype, uneven and empty parts: ``sim/api/test_api_operations.
 
 import functools
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from interlace.groups.groups import default_group
 from interlace.ops.collectives.stream_engine import StreamEngine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.errors import DifferentOpsError
 from interlace.runtime.tuning.configuration import override
-from interlace.verify import races
 from tiers import few
 
 WORLDS = [1, 2, 3, 4, 5]
@@ -213,17 +210,6 @@ def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm:
     check(output, summed("sum", [payload(16, rank, source) for source in range(3)]))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("length", [0, 1, 13])
-@pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
-@on_ranks()
-def test_all_reduce(world: int, length: int, algorithm: str) -> None:
-    for number, op in enumerate(("sum", "avg")):
-        tensor = payload(length, interlace.get_rank(), number)
-        run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
-        check(tensor, summed(op, [payload(length, source, number) for source in range(world)]), op)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("algorithm", ["auto", "copy"])
 @on_ranks()
@@ -258,54 +244,6 @@ def test_groups_at_once() -> None:
         check(mine, summed("sum", parts))
 
 
-# -- agreement ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@on_ranks(seeds=1)
-def test_parts_and_barrier(world: int) -> None:
-    engine, rank = default_group().engine, interlace.get_rank()
-    assert engine.barrier(Call("barrier")) is None
-    parts = engine.agree(Call("talk", (("topic", 1),), part={"rank": rank}))
-    assert parts == [{"rank": each} for each in range(world)]
-
-
-OPS: dict[str, Callable[[Engine, Call, torch.Tensor], Any]] = {
-    "barrier": lambda e, c, t: e.barrier(c),
-    "parts": lambda e, c, t: e.agree(c),
-    "all_gather": lambda e, c, t: e.all_gather(c, [t, t.clone()], t),
-    "all_to_all": lambda e, c, t: e.all_to_all(c, [t, t], [t, t]),
-    "broadcast": lambda e, c, t: e.broadcast(c, t, 0),
-    "gather": lambda e, c, t: e.gather(c, [t, t] if e.rank == 0 else None, t, 0),
-    "scatter": lambda e, c, t: e.scatter(c, t, [t, t] if e.rank == 0 else None, 0),
-    "all_reduce": lambda e, c, t: e.all_reduce(c, t, "sum"),
-    "reduce": lambda e, c, t: e.reduce_to(c, t, 0, "sum"),
-    "reduce_scatter": lambda e, c, t: e.reduce_scatter(c, t, [t, t], "sum"),
-}
-
-
-@pytest.mark.parametrize("op", OPS)
-@on_ranks(seeds=1)
-def test_what_does_not_agree_is_refused_on_all_ranks_before_anything_moves(op: str) -> None:
-    def refuse(parts: Sequence[Any]) -> None:
-        if parts[0] != parts[1]:
-            raise ValueError(f"parts {parts} do not fit")
-
-    communicator, rank = default_group(), interlace.get_rank()
-    dtypes = f"{op}: dtype of tensor differs between ranks: 0 on rank 0, 1 on rank 1"
-    ops = f"ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls {op} 1"
-    for call, error, said in (
-        (Call(op, (("dtype of tensor", rank),)), TypeError, dtypes),
-        (Call(op, part=rank, match=refuse), ValueError, "parts [0, 1] do not fit"),
-        (Call(f"{op} {rank}"), DifferentOpsError, ops),
-    ):
-        tensor = payload(3, rank)
-        with pytest.raises(error, match=f"^{re.escape(said)}$"):
-            OPS[op](communicator.engine, call, tensor)
-        check(tensor, payload(3, rank))
-    OPS[op](communicator.engine, Call(op), torch.zeros(3))  # the group goes on
-
-
 @pytest.mark.parametrize(("dtype", "op"), [(torch.int32, "sum"), (torch.float32, "max")])
 @on_ranks(seeds=1)
 def test_no_kernel_for_what_kernels_cannot_do(dtype: torch.dtype, op: str) -> None:
@@ -313,39 +251,3 @@ def test_no_kernel_for_what_kernels_cannot_do(dtype: torch.dtype, op: str) -> No
     said = f'algorithm="kernel" does sum .* not op "{op}" of {dtype}'
     with pytest.raises(TypeError, match=said):
         run_op("all_reduce", lambda e, c: e.all_reduce(c, tensor, op), "kernel")
-
-
-# -- races -------------------------------------------------------------------------------------
-
-
-def several_ops() -> None:
-    engine_rank, world = interlace.get_rank(), interlace.get_world_size()
-    for _ in range(ROUNDS):
-        outputs = [poisoned(n + 1) for n in range(world)]
-        mine = payload(engine_rank + 1, engine_rank)
-        run_op("all_gather", lambda e, c, o=outputs, i=mine: e.all_gather(c, o, i), "copy")
-        whole = poisoned(3 * world)
-        parts = list(whole.split(3))
-        run_op("all_gather", lambda e, c, p=parts: e.all_gather(c, p, p[e.rank]), "kernel")
-        run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
-        run_op("broadcast", lambda e, c, t=whole: e.broadcast(c, t, 1))
-        run_op(
-            "gather", lambda e, c, p=parts: e.gather(c, p if e.rank == 0 else None, p[e.rank], 0)
-        )
-        run_op("scatter", lambda e, c, p=parts: e.scatter(c, p[0], p if e.rank == 1 else None, 1))
-        run_op("all_reduce", lambda e, c, t=whole: e.all_reduce(c, t, "max"))
-        run_op("reduce", lambda e, c, t=whole: e.reduce_to(c, t, 0, "sum"))
-        for algorithm in ("copy", "kernel"):
-            run_op(
-                "reduce_scatter",
-                lambda e, c, p=parts: e.reduce_scatter(c, p[e.rank], p, "sum"),
-                algorithm,
-            )
-    whole.sum()
-
-
-@pytest.mark.parametrize("world", few([2, 3], 2))
-def test_no_op_races(world: int) -> None:
-    with override(block_elements=2):  # so that kernels have several programs
-        report = races(several_ops, world, seeds=4)
-    assert report.clean and report.events > 100, str(report)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace import functional, nn
@@ -22,7 +21,6 @@ from interlace.runtime.core.errors import DeadlockError, InterlaceError
 from multi.functional.op_cases import TABLE, flat, reference
 from ranks import ranks
 from support import failure, noise, schedule_digest
-from tiers import few
 
 Tensor = torch.Tensor
 
@@ -522,32 +520,6 @@ def test_the_same_seed_is_the_same_order() -> None:
     first = interlace.run(case, 2, seed=5)
     assert interlace.run(case, 2, seed=5) == first
     assert interlace.run(case, 2, seed=6) != first
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("world_size", few([1, 2, 3], 1, 3))
-def test_recomputed_activations(use_reentrant: bool, world_size: int) -> None:
-    def case() -> None:
-        calls = []
-        x = noise(interlace.get_rank(), 1, (2, 4)).requires_grad_()
-        weight = noise(0, 2, (3, 4)).requires_grad_()
-
-        def layer(given: torch.Tensor) -> torch.Tensor:
-            calls.append(torch.is_grad_enabled())
-            y = torch.tanh(column_parallel_linear(given, [weight], group=None)[0])
-            return torch.sin(functional.reduce_scatter(y @ weight))
-
-        expected = torch.autograd.grad(layer(layer(x)).sum(), [x, weight])
-        del calls[:]
-        y = checkpoint(layer, x, use_reentrant=use_reentrant)
-        checkpoint(layer, y, use_reentrant=use_reentrant).sum().backward()
-        assert calls == [not use_reentrant] * 2 + [True] * 2
-        assert torch.equal(x.grad, expected[0])
-        torch.testing.assert_close(weight.grad, expected[1])  # a sum over layers, in another order
-
-    for seed in range(2):
-        interlace.run(case, world_size, seed=seed)
-    assert not left_behind()
 
 
 def test_hooks_on_saved_tensors_are_those_of_their_rank() -> None:

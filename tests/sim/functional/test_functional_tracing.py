@@ -1,7 +1,4 @@
-"""interlace.functional in a process without any group: make_fx, FakeTensor, meta, export, torch.compile.
-
-Every op is traced from shapes and the name of a group; the graph has what was called, with its arguments.
-"""
+"""interlace.functional in a process without any group: make_fx, FakeTensor, meta, export, torch.compile."""
 
 from collections.abc import Callable
 from typing import Any

@@ -74,16 +74,6 @@ def test_integers(name: str, letter: str, bits: int, pairs: list[tuple[int, int]
     assert [value % 2**bits for value in found] == expected
 
 
-@pytest.mark.parametrize("kind", ["u32", "s32"])
-@pytest.mark.parametrize("name", ["div", "rem"])
-def test_divided_by_zero_is_all_ones_and_no_error(name: str, kind: str) -> None:
-    asm = f"{name}.{kind} $0, $1, $2;"
-    found = interlace.run(
-        lambda: ptx_kernels.computed(asm, [7, 0, 9, 17], [0, 0, 4, 5], I32, I32), 1
-    )[0]
-    assert found == [-1, -1, *([2, 3] if name == "div" else [1, 2])]
-
-
 @pytest.mark.parametrize("dtype", ptx_kernels.LETTERS, ids=str)
 def test_every_letter_of_a_register(dtype: torch.dtype) -> None:
     asm = f"mov.b{8 * dtype.itemsize} $0, $2;"

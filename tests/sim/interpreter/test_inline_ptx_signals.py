@@ -1,12 +1,9 @@
 """Inline PTX in the interpreter: threads, memory, and how programs and ranks signal each other."""
 
-from typing import Any
-
 import pytest
 import torch
 
 import interlace
-from interlace import symmetric_memory, verify
 from sim.interpreter import ptx_kernels
 from sim.interpreter.ptx_kernels import in_memory
 
@@ -53,99 +50,7 @@ def test_clocks_grow_and_are_no_real_clocks() -> None:
     assert interlace.run(lambda: in_memory(asm, torch.zeros(1), I64), 2) == [1000, 1000]
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["u8", "s8", "u16", "s16", "b32", "s32", "u64", "f32", "f64"])
-@pytest.mark.parametrize(
-    ("load", "store"),
-    [
-        ("ld.global", "st.global"),
-        ("ld.volatile", "st.volatile"),
-        ("ld.relaxed.gpu.global", "st.relaxed.cta"),
-        ("ld.global.acquire.sys", "st.global.release.sys"),
-        ("ld.weak.global.L1::no_allocate", "st.global.wt"),
-    ],
-)
-def test_loads_and_stores(load: str, store: str, kind: str) -> None:
-    bits = int(kind[1:])
-    memory = torch.arange(-1, 47).to(torch.int8)
-    memory[2 * bits // 8 + bits // 8 - 1] = -100
-    before = memory.clone()
-    register = "b16" if bits == 8 else f"b{bits}"
-    asm = f"""{{ .reg .{register} t; {load}.{kind} t, [$1 + {2 * bits // 8}]; {store}.{kind} [$1], t;
-        mov.u32 $0, 0; }}"""
-    interlace.run(lambda: in_memory(asm, memory), 1)
-    size = bits // 8
-    assert torch.equal(memory[:size], before[2 * size : 3 * size])
-    assert torch.equal(memory[size:], before[size:])
-
-
-def test_loads_extend_into_wider_registers_and_vectors_are_one_access_each() -> None:
-    memory = torch.tensor([-1, 2, 3, 4], dtype=I32)
-
-    def on_rank() -> list[int]:
-        return [
-            in_memory("ld.s8 $0, [$1];", memory, I64),
-            in_memory("ld.u8 $0, [$1];", memory, I64),
-            in_memory(
-                "{.reg .u32 a<4>; ld.v4.u32 {a0, a1, a2, a3}, [$1]; mov.u32 $0, a3;}", memory
-            ),
-            in_memory("ld.acquire.sys.global.v2.u32 {_, $0}, [$1];", memory),
-            in_memory("st.v2.u32 [$1+8], {8, 9}; mov.u32 $0, 0;", memory),
-        ]
-
-    assert interlace.run(on_rank, 1)[0] == [-1, 255, 4, 2, 0]
-    assert memory.tolist() == [-1, 2, 8, 9]
-
-
 # -- signals ---------------------------------------------------------------------------------------
-
-
-BLOCKS, COUNT = 2, 8
-UP = ptx_kernels.RAISE.format(sem="release", scope="sys")
-DOWN = ptx_kernels.LOWER.format(sem="acquire", scope="sys")
-
-
-def exchanged(world: int, up: str = UP, down: str = DOWN, meet: bool = True) -> list[list[int]]:
-    """Return the results of a rank in each of three rounds."""
-    memory = symmetric_memory.empty(BLOCKS * world * COUNT, dtype=I32)
-    handle = symmetric_memory.rendezvous(memory, None)
-    flags, buffers = handle.signal_pad_ptrs_dev, handle.buffer_ptrs_dev
-    totals = []
-    for _ in range(3):
-        out = torch.zeros(BLOCKS * COUNT, dtype=I32)
-        ptx_kernels.exchange[(BLOCKS,)](
-            out, flags, buffers, handle.rank, world, COUNT, up, down, meet
-        )
-        totals.append(out.unique().tolist())
-    return totals
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_meet(world: int) -> None:
-    for seed in range(3):
-        expected = [[world * (world + 1) // 2]] * 3
-        assert interlace.run(exchanged, world, world, seed=seed) == [expected] * world
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({}, None),
-        ({"up": UP.replace("release", "relaxed")}, "weak order"),
-        ({"down": DOWN.replace("acquire", "relaxed")}, "weak order"),
-        ({"up": UP.replace("sys", "gpu")}, "narrow scope"),
-        ({"meet": False}, "no barrier"),
-    ],
-)
-@pytest.mark.parametrize("store_buffers", [False, True])
-def test_races_are_found(change: dict[str, Any], kind: str | None, store_buffers: bool) -> None:
-    report = verify.races(exchanged, 2, 2, seeds=1, store_buffers=store_buffers, **change)
-    kinds = {finding.kind for finding in report.findings}
-    # without a barrier a load may come before its thread's wait has ended: then it needs more than that
-    assert kinds & {kind, "write-read"} if kind else not kinds
-    assert report.clean == (kind is None) and not report.errors
 
 
 def test_thread_i_signals_rank_i() -> None:

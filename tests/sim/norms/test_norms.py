@@ -1,8 +1,4 @@
-"""Reductions whose rows are normed, against float64: any op, algorithm, norm, dtype, shape and schedule.
-
-Sums are compared with the reference of the op without a norm, normed rows with the float64 norm of the sum
-that was returned. Workspaces and outputs are poisoned; every rank and call has its own payload.
-"""
+"""Reductions whose rows are normed, against float64: any op, algorithm, norm, dtype, shape and schedule."""
 
 import math
 import random

@@ -1,44 +1,7 @@
-"""Products that a compiler for sm_90 makes ``wgmma`` of: of factors in shared memory and in registers."""
+"""Kernels for test_ptx_hopper.py: three with a fault, and one with descriptors of the host."""
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def matmul(
-    a_ptr, b_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    B_BY_COLUMN: tl.constexpr,
-):  # fmt: skip
-    """A block of c = a b; of b, rows or columns lie next to each other."""
-    rows, columns = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
-    depth = tl.arange(0, BK)
-    total = tl.zeros((BM, BN), c_ptr.dtype.element_ty)
-    for k in range(0, K, BK):
-        a = tl.load(a_ptr + rows[:, None] * K + (k + depth)[None, :])
-        if B_BY_COLUMN:
-            b = tl.load(b_ptr + columns[:, None] * K + (k + depth)[None, :]).T
-        else:
-            b = tl.load(b_ptr + (k + depth)[:, None] * N + columns[None, :])
-        total = tl.dot(a, b, total, out_dtype=c_ptr.dtype.element_ty)
-    tl.store(c_ptr + rows[:, None] * N + columns[None, :], total)
-
-
-@triton.jit
-def attention(q_ptr, k_ptr, v_ptr, o_ptr, N, B: tl.constexpr, D: tl.constexpr):
-    """A block of softmax_2(q k^T) v, whose second product has a factor in registers."""
-    rows, columns, depth = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, B), tl.arange(0, D)
-    q = tl.load(q_ptr + rows[:, None] * D + depth[None, :])
-    total = tl.zeros((B, D), tl.float32)
-    largest, weight = tl.full((B,), -1e9, tl.float32), tl.zeros((B,), tl.float32)
-    for n in range(0, N, B):
-        k = tl.load(k_ptr + (n + columns)[None, :] * D + depth[:, None])
-        scores = tl.dot(q, k)
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        p, shrink = tl.exp2(scores - larger[:, None]), tl.exp2(largest - larger)
-        weight, largest = weight * shrink + tl.sum(p, 1), larger
-        v = tl.load(v_ptr + (n + columns)[:, None] * D + depth[None, :])
-        total = tl.dot(p.to(v.dtype), v, total * shrink[:, None])
-    tl.store(o_ptr + rows[:, None] * D + depth[None, :], total / weight[:, None])
 
 
 @triton.jit

@@ -140,21 +140,6 @@ def reduce_norm(rank: int) -> Case:
     return values, arguments, [whole, total], list(right)
 
 
-def low_latency_norm(rank: int) -> Case:
-    input, weight, residual = some(rank, 3, 32), some(7, 32), some(8, 3, 32)
-    total, normed = torch.empty_like(input), torch.empty_like(input)
-    arguments = {
-        "input_ptr": input,
-        "residual_ptr": residual,
-        "norm_weight_ptr": weight,
-        "normed_ptr": normed,
-        "output_ptr": total,
-    }
-    how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual}
-    right = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
-    return {"tokens": 3, "N": 32}, arguments, [normed, total], list(right)
-
-
 def block_scaled_norm(format: str, rank: int) -> Case:
     """The normed rows are packed, of more than 128 numbers."""
     input, weight, residual = some(rank, 3, WIDE), some(7, WIDE), some(8, 3, WIDE)
@@ -209,16 +194,6 @@ def dispatch(rank: int) -> Case:
     return {"resident": 4}, arguments, [rows, of_rows], right
 
 
-def _home(rank: int, home: Any, width: int) -> tuple[Numbers, torch.Tensor]:
-    tokens, _, weights = routed(rank)
-    output = torch.empty(len(tokens), width, dtype=torch.bfloat16)
-    arguments = {
-        **{"inverse_ptr": home.inverse, "slot_weights_ptr": weights, "output_ptr": output},
-        "own_tokens": len(tokens),
-    }
-    return arguments, output
-
-
 def _segments(rank: int) -> torch.Tensor:
     from interlace.ops.experts.routing import known_segments
 
@@ -226,24 +201,16 @@ def _segments(rank: int) -> torch.Tensor:
     return known_segments(torch.stack(lines), rank, 2)
 
 
-def combine(rank: int) -> Case:
-    received, handle, assignment = _received(rank)
-    arguments, output = _home(rank, assignment, 32)
-    arguments |= {"rows_ptr": received.x, "rows_stride": 32, "segments_ptr": _segments(rank)}
-    arguments |= {"most_tokens": 6, "experts": 2, "senders": 1, "expert_rows": 0, "N": 32}
-    right = interlace.experts.combine(received.x, handle, algorithm="unfused")
-    return {"resident": 4}, arguments, [output], [right]
-
-
 def grouped_matmul_combine(rank: int) -> Case:
     received, _, assignment = _received(rank)
     _, chosen, weights = routed(rank)
     weight = some(rank + 20, 2, 32, COLUMNS)
-    arguments, output = _home(rank, assignment, COLUMNS)
-    arguments |= {
+    output = torch.empty(len(weights), COLUMNS, dtype=torch.bfloat16)
+    arguments = {
+        **{"inverse_ptr": assignment.inverse, "slot_weights_ptr": weights, "output_ptr": output},
         **{"input_ptr": received.x, "input_stride": 32, "weight_ptr": weight},
         **{"weight_stride_e": 32 * COLUMNS, "weight_stride_k": COLUMNS, "num_experts": 2},
-        **{"segments_ptr": _segments(rank), "N": COLUMNS, "K": 32},
+        **{"segments_ptr": _segments(rank), "N": COLUMNS, "K": 32, "own_tokens": len(weights)},
     }
     right = interlace.grouped_matmul_combine(
         received.x, weight, received.splits, chosen, weights, algorithm="unfused"
@@ -252,30 +219,20 @@ def grouped_matmul_combine(rank: int) -> Case:
     return values, arguments, [output], [right]
 
 
-def grouped(op: str, splits: list[list[int]], rank: int) -> Case:
+def all_to_all_grouped_matmul(rank: int) -> Case:
     """Two experts of a rank, a segment of several chunks, and one without rows."""
+    splits = [[3, 0, 40, 5], [17, 2, 0, 1]]
     input, weight = some(rank, sum(splits[rank]), INNER), some(rank + 9, 2, INNER, COLUMNS)
-    right, received = getattr(interlace, op)(input, weight, splits[rank], algorithm="unfused")
+    right, received = interlace.all_to_all_grouped_matmul(
+        input, weight, splits[rank], algorithm="unfused"
+    )
     output = torch.empty(int(received.sum()), COLUMNS, dtype=torch.bfloat16)
     arguments = {
         **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight, "output_ptr": output},
         **{"weight_stride_e": INNER * COLUMNS, "weight_stride_k": COLUMNS, "num_experts": 2},
     }
-    values = {
-        "splits": [rows for each in splits for rows in each],
-        "N": COLUMNS,
-        "K": INNER,
-        "resident": 3,
-    }
+    values = {"splits": [*splits[0], *splits[1]], "N": COLUMNS, "K": INNER, "resident": 3}
     return values, arguments, [output], [right]
-
-
-def all_gather_grouped_matmul(rank: int) -> Case:
-    return grouped("all_gather_grouped_matmul", [[40, 3], [0, 18]], rank)
-
-
-def all_to_all_grouped_matmul(rank: int) -> Case:
-    return grouped("all_to_all_grouped_matmul", [[3, 0, 40, 5], [17, 2, 0, 1]], rank)
 
 
 def matmul_all_to_all(rank: int) -> Case:
@@ -288,20 +245,6 @@ def matmul_all_to_all(rank: int) -> Case:
     }
     right = interlace.functional.matmul_all_to_all(
         input, weight, bias=bias, length=sum(rows), algorithm="unfused"
-    )
-    return {"rows": rows, "N": COLUMNS, "K": INNER, "resident": 3}, arguments, [output], [right]
-
-
-def all_to_all_matmul(rank: int) -> Case:
-    rows = [ROWS, ROWS - 7]
-    input, weight = some(rank, sum(rows), INNER), some(9, WORLD * INNER, COLUMNS)
-    output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
-    arguments = {
-        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight},
-        **{"weight_stride_k": COLUMNS, "output_ptr": output},
-    }
-    right = interlace.functional.all_to_all_matmul(
-        input, weight, length=rows[rank], algorithm="unfused"
     )
     return {"rows": rows, "N": COLUMNS, "K": INNER, "resident": 3}, arguments, [output], [right]
 
@@ -355,13 +298,6 @@ def _own_heads(rank: int) -> tuple[list[torch.Tensor], Numbers]:
     return [*results, grad], arguments
 
 
-def attention_of_heads(rank: int) -> Case:
-    (output, lse, *_), arguments = _own_heads(rank)
-    made = torch.empty_like(output), torch.empty_like(lse)
-    arguments |= {"output_ptr": made[0], "lse_ptr": made[1]}
-    return {"rows": TOKENS}, arguments, list(made), [output, lse]
-
-
 def attention_of_heads_backward(rank: int) -> Case:
     (output, lse, of_query, of_key, of_value, grad), arguments = _own_heads(rank)
     right = torch.stack([of_key[0], of_value[0]], 1)
@@ -409,40 +345,28 @@ def distributed_decode(rank: int) -> Case:
 ROUTED = {"topk": 2, "experts": 2, "columns": 32}
 CASES: dict[str, tuple[Callable[[int], Case], KernelOptions]] = {
     "reduce_norm": (reduce_norm, KernelOptions(columns=32, gather="normed")),
-    "low_latency_norm": (low_latency_norm, KernelOptions(columns=32)),
     "broadcast": (broadcast, KernelOptions()),
     "dispatch": (dispatch, KernelOptions(**ROUTED, overrides={"copy_rows": 4})),
-    "combine": (combine, KernelOptions(**ROUTED, overrides={"copy_rows": 4})),
     "grouped_matmul_combine": (
         grouped_matmul_combine,
         KernelOptions(**{**ROUTED, "columns": COLUMNS, "inner": 32}, rows=16, overrides=SMALL[80]),
     ),
-    **{
-        case.__name__: (
-            case,
-            KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
-        )
-        for case in (all_gather_grouped_matmul, all_to_all_grouped_matmul)
-    },
+    "all_to_all_grouped_matmul": (
+        all_to_all_grouped_matmul,
+        KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
+    ),
     "matmul_all_to_all": (
         matmul_all_to_all,
         KernelOptions(bias="n", rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
-    ),
-    "all_to_all_matmul": (
-        all_to_all_matmul,
-        KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
     ),
     "context_parallel_attention": (
         context_parallel_attention,
         KernelOptions(head_dim=16, overrides={"block_m": 16, "block_n": 16, "copiers": 1}),
     ),
-    **{
-        made.__name__: (
-            made,
-            KernelOptions("fp32", head_dim=16, overrides={"block_m": 16, "block_n": 16}),
-        )
-        for made in (attention_of_heads, attention_of_heads_backward)
-    },
+    "attention_of_heads_backward": (
+        attention_of_heads_backward,
+        KernelOptions("fp32", head_dim=16, overrides={"block_m": 16, "block_n": 16}),
+    ),
     "distributed_decode": (
         distributed_decode,
         KernelOptions(head_dim=16, overrides={"block_n": 16}),

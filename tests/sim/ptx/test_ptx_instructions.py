@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.core.errors import InterlaceError
 from sim.ptx.ptx_texts import computed, kernel
 
 LANES = np.arange(32)
@@ -18,17 +17,6 @@ LOAD, STORE = "ld.global.b32 %r2, [%rd2];", "st.global.b32 [%rd1], %r3;"
 
 def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
     return [int(each) for each in computed(LOAD + body + STORE, given, **options)[:, 0]]
-
-
-def test_pairs_are_rounded_once() -> None:
-    values = torch.linspace(-3, 300, 64).reshape(32, 2)
-    body = """
-        ld.global.v2.b32 {%r2, %r3}, [%rd2];
-        cvt.rn.bf16x2.f32 %r4, %r3, %r2;
-        st.global.b32 [%rd1], %r4;"""
-    found = computed(body, values.numpy().view(np.uint32), words=2)[:, 0].copy()
-    expected = values.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    assert found.view(np.uint16).tolist() == expected.reshape(-1).tolist()
 
 
 # -- matrices --------------------------------------------------------------------------------------
@@ -176,35 +164,6 @@ def test_a_thread_may_wait_for_one_of_its_own_warp() -> None:
     assert one(flag + body, np.zeros(32)) == [7] * 32
 
 
-def test_barriers_that_not_all_reach_are_an_error() -> None:
-    body = """
-        setp.eq.s32 %p1, %r1, 0; @%p1 bra END;
-        bar.warp.sync -1;
-        END: shfl.sync.idx.b32 %r3, %r2, 0, 31, -1;"""
-    with pytest.raises(InterlaceError, match=r"wait for each other, at .*(bar.warp|shfl)"):
-        one(body)
-
-
-def test_a_lane_that_takes_no_part_gives_nothing() -> None:
-    """Lanes 0 to 15 shuffle; the others have their number in the register, and are not named."""
-    body = """
-    setp.lt.u32 %p1, %r1, 16; mov.b32 %r3, 0;
-    @%p1 shfl.sync.bfly.b32 %r3, %r1, {}, 31, 0xffff;"""
-    assert one(body.format(8))[:16] == [i ^ 8 for i in range(16)]
-    assert set(one(body.format(16))[:16]) == {0xA5A5A5A5}
-
-
-def test_barriers_join_warps() -> None:
-    """Each of 64 threads reads what one of the other warp has written."""
-    body = """
-        mov.b32 %r5, memory; shl.b32 %r6, %r1, 2; add.s32 %r7, %r5, %r6;
-        st.shared.b32 [%r7], %r2;
-        bar.sync 0;
-        xor.b32 %r8, %r6, 128; add.s32 %r7, %r5, %r8; ld.shared.b32 %r3, [%r7];"""
-    given = np.arange(64) * 3
-    assert one(body, given, threads=64) == given[np.arange(64) ^ 32].tolist()
-
-
 @pytest.mark.parametrize(("wait", "there"), [("wait_group 0", True), ("wait_group 1", False)])
 def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool) -> None:
     """And lanes whose length is 0 fill with zeros, from any address."""
@@ -221,26 +180,6 @@ def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "match"),
-    [
-        (
-            "frobnicate.b32 %r3, %r2;",
-            r"instruction 'frobnicate.b32' is not known.*line \d+: frobnicate",
-        ),
-        ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "mma"),
-        (
-            "cp.async.bulk.shared::cta.global [%r3], [%rd1], 16;",
-            "'cp.async.bulk.shared::cta.global'",
-        ),
-        ("atom.local.add.u32 %r3, [%rd1], 1;", "state space '.local' is not known"),
-    ],
-)
-def test_what_is_not_known_is_named(body: str, match: str) -> None:
-    with pytest.raises(NotImplementedError, match=match):
-        one(body)
 
 
 def test_shared_memory_ends() -> None:

@@ -22,7 +22,6 @@ def poll(load: str, label: str = "AGAIN") -> str:
 
 
 def roles(one: str, other: str) -> str:
-    """What thread 0 does, and what the others do."""
     return (
         f"setp.eq.s32 %p1, %r1, 0; @!%p1 bra OTHER; {one} bra MET; OTHER: {other} MET: bar.sync 0;"
     )

@@ -18,7 +18,6 @@ TEXTS = dict(text.split("\n", 1) for text in re.split(r"\n\n(?=\$)", _HEAD)[1:])
 
 
 def written_out(text: str) -> str:
-    """With the texts instead of their names."""
     return re.sub(r"\$[a-z_]\w*", lambda name: written_out(TEXTS[name[0]]), text)
 
 
@@ -31,6 +30,7 @@ class LaunchedText(NamedTuple):
     arch: int = 80
     seeds: int = 2
     grid: int = 1
+    late: int = 0
 
     def races(self, **options: Any) -> verify.RaceReport:
         text = kernel(self.body, threads=self.threads, words=self.words, arch=self.arch)
@@ -41,13 +41,31 @@ class LaunchedText(NamedTuple):
 
         return verify.races(on_rank, 1, arch=self.arch, **{"seeds": self.seeds, **options})
 
+    def seen(self) -> set[int]:
+        """Return the words that the second warp stores, over schedules with late stores."""
+        text, values = kernel(self.body, threads=self.threads, arch=self.arch), set[int]()
 
-def rows() -> list[Any]:
-    """Every row of every table: its program, and what is found."""
+        def on_rank() -> list[int]:
+            words, out = torch.zeros(128, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+            verify.launch_ptx(text, 1, out, words, shared_bytes=64)
+            return out[32:].tolist()  # type: ignore[no-any-return]
+
+        def check(results: list[list[int]]) -> None:
+            values.update(*results)
+
+        options: dict[str, Any] = {"store_buffers": True, "workers": 1, "check": check}
+        report = verify.schedules(on_rank, 1, n=40, arch=self.arch, **options)
+        assert report.clean == (len(values) == 1), str(report)  # or they differ
+        return values
+
+
+def rows(*, late: bool) -> list[Any]:
     found = []
     for table in _TABLES:
         title, options, frame = table.split("\n", 2)
         frame, _, lines = frame.partition("\n--\n")
+        if options.startswith("late") != late:
+            continue
         named = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", options)}
         for line in lines.splitlines():
             *cells, verdict = line.split(" | ")
@@ -59,7 +77,7 @@ def rows() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("program", "verdict"), rows())
+@pytest.mark.parametrize(("program", "verdict"), rows(late=False))
 def test_verdicts(program: LaunchedText, verdict: str) -> None:
     report = program.races()
     told = [*map(str, report.errors), *map(str, report.refusals)]
@@ -70,6 +88,11 @@ def test_verdicts(program: LaunchedText, verdict: str) -> None:
         expected = set() if verdict == "clean" else set(verdict.split(", "))
         assert test_memory_faults.kinds(report) >= expected and not told
         assert {each.kind for each in report.findings} == expected, str(report)
+
+
+@pytest.mark.parametrize(("program", "values"), rows(late=True))
+def test_late_stores(program: LaunchedText, values: str) -> None:
+    assert program.seen() == set(map(int, values.split(", ")))
 
 
 # -- what findings name ----------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from support import failure
 
 
 def line_of(function: Any, text: str) -> int:
-    """The number of the line of ``function`` that contains ``text``."""
     lines, first = inspect.getsourcelines(function)
     return first + next(i for i, line in enumerate(lines) if text in line)
 

@@ -82,7 +82,7 @@ def unmeasured() -> Iterator[None]:
     def fail(*arguments: Any) -> Any:
         pytest.fail("measured, though nothing can be written")
 
-    with replaced((command, "_measured", fail)):
+    with replaced((command, "_measure", fail)):
         yield
 
 

@@ -29,7 +29,6 @@ def fill_const(x_ptr: tl.const, FIRST: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def fill_address(address, BY: tl.constexpr, N: tl.constexpr):
-    """``address``: a number, of memory of float32."""
     tl.store((address + BY).to(tl.pointer_type(tl.float32)) + tl.arange(0, N), 7.0)
 
 
@@ -42,7 +41,6 @@ def fill_each(table_ptr, N: tl.constexpr):
 
 @triton.jit
 def fill_chosen(x_ptr, y_ptr, FIRST: tl.constexpr, N: tl.constexpr):
-    """Into two tensors at once."""
     offsets = tl.arange(0, N)
     tl.store(tl.where(offsets % 2 == 0, x_ptr + FIRST + offsets, y_ptr + offsets), 7.0)
 

@@ -195,7 +195,6 @@ def poll_fifty_times(flag_ptr, counted_ptr):
 
 @triton.jit
 def poll_in_turn(flags_ptr, count):
-    """Waits for any of ``count`` flags, for ever."""
     found = 0
     while found == 0:
         for index in range(count):
@@ -269,7 +268,6 @@ def turned_by_way_of_memory(input_ptr, output_ptr, BLOCK: tl.constexpr, SEVERAL:
 
 @triton.jit
 def raises_a_flag(peers_ptr, rank):
-    """By interlace's function for it."""
     put_flag(flag(peers_ptr, rank, tl.program_id(0)), 1)
 
 

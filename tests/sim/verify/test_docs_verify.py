@@ -10,6 +10,7 @@ import shlex
 
 import pytest
 
+import mutant_table
 from interlace import verify
 from interlace.cli.main import parser
 from interlace.tools.targets import TARGETS
@@ -56,16 +57,19 @@ def test_names_and_rules_are_those_of_the_module() -> None:
 
 
 def test_every_mutant_has_a_row_and_a_check() -> None:
-    rows = mutant_rows()
+    rows, page = mutant_rows(), SUITE.read_text()
+    table = page.partition(mutant_table.BEGIN)[2].partition(mutant_table.END)[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert [line[1] for line in lines[2:]] == [case.mutant.file for case in CASES]
+    assert table == f"\n{mutant_table.table(lines[2:])}\n"
     assert list(rows) == [case.mutant.name for case in CASES]
     for name, cells in rows.items():
         assert len(cells) == 4 and set(cells) - {"-", "does not run"}, name
     columns = ("races", "schedules", "late stores", "lint")
     for case in CASES:
         assert rows[case.mutant.name][columns.index(case.check)] != "-", case.mutant.name
-    assert f"{len(CASES)} kernels with one fault each" in " ".join(
-        (START.read_text() + SUITE.read_text()).split()
-    )
+    for text in (page, START.read_text()):
+        assert f"{len(CASES)} kernels with one fault each" in " ".join(text.split())
 
 
 if __name__ == "__main__":

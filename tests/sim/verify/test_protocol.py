@@ -37,7 +37,6 @@ from interlace_verify.protocols.patterns import (
     push,
     push_on_streams,
 )
-from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -73,16 +72,6 @@ def test_patterns_are_clean(name: str) -> None:
     result = explore(pattern(ranks, rounds), reduced=True)
     assert result.clean, result
     assert result.states > 500
-
-
-@thorough
-def test_a_full_exploration_is_repeatable() -> None:
-    """4 ranks, 3 rounds, every step interleaved with every other, twice."""
-    first, second = explore(pull(4, 3)), explore(pull(4, 3))
-    assert first.clean, first
-    assert first.states == second.states == 210_281
-    assert (first.transitions, first.depth) == (second.transitions, second.depth)
-    assert "4 ranks, 3 rounds: 210,281 states, 772,184 transitions" in str(first)
 
 
 def test_other_ways_are_clean() -> None:

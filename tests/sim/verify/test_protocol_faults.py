@@ -63,13 +63,10 @@ def each(change: Callable[[Any], ProtocolStep]) -> Rule:
 
 
 def changed(wanted: Test, **changes: Any) -> Rule:
-    """Those steps have other values."""
     return each(lambda step: replace(step, **changes) if wanted(step) else step)
 
 
 def renamed(name: Callable[[str], str]) -> Rule:
-    """Words and cells have other names."""
-
     def rename(step: Any) -> ProtocolStep:
         if isinstance(step, Publish | Wait | CompareAndSwap):
             return replace(step, word=name(step.word))
@@ -79,8 +76,6 @@ def renamed(name: Callable[[str], str]) -> Rule:
 
 
 def in_one_place(wanted: Test) -> Rule:
-    """Those steps name no channel."""
-
     def rule(process: Process) -> Iterable[ProtocolStep]:
         short = renamed(lambda name: name.partition(" on ")[0])(process)
         for step, other in zip(process.steps, short, strict=True):

@@ -18,7 +18,6 @@ OPTIONS = ("--strict-markers", "-p", "no:interlace", "-p", "interlace_pytest.plu
 
 @pytest.fixture
 def tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A folder of tests for which the plugin is found."""
     monkeypatch.syspath_prepend(PYTHON)
     monkeypatch.setenv("COLUMNS", "300")  # of a line of the summary
     return pytester

@@ -157,9 +157,9 @@ def test_input_overwritten_while_an_op_reads_it() -> None:
 def test_ops_of_two_groups_share_nothing() -> None:
     def on_rank() -> None:
         pair = interlace.new_group([0, 1])
-        everyone = interlace.all_reduce(torch.ones(20), async_op=True)
+        everyone = interlace.all_reduce(torch.ones(20), algorithm="copy", async_op=True)
         if interlace.get_rank() < 2:
-            interlace.all_reduce(torch.ones(20), group=pair)
+            interlace.all_reduce(torch.ones(20), group=pair, algorithm="copy")
         everyone.wait()
 
     assert races(on_rank, 3, seeds=3).clean

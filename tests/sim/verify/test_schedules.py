@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import random
 import re
 import sys
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def test_a_failure_is_found_shrunk_told_and_replayed() -> None:
     failure = report.failure
     assert failure is not None and not report.clean
     assert failure.seed == report.failing[0] and failure.kind == "RankAssertionError"
-    assert failure.switches <= failure.found_switches
+    assert failure.switches < failure.found_switches
     assert "wrong sum on rank" in failure.text and f"seed {failure.seed} fails" in str(report)
     stores = [line for line in failure.story if "stores 16 elements at symmetric buffer 0" in line]
     assert stores and all("[user_exchange.py:" in line for line in stores)
@@ -85,15 +84,6 @@ def test_a_step_in_a_function_of_interlace_has_the_lines_that_called_it() -> Non
 def test_an_exception_without_a_message_is_named() -> None:
     failure = schedules(sys.exit, 1, n=1).failure
     assert failure is not None and failure.text == "rank 0: SystemExit without a message"
-
-
-def test_shrinking_removes_switches() -> None:
-    first = schedules(exchange, 2, 2, n=12, workers=1, shrink=False)
-    as_found = first.failure
-    shrunk = schedules(exchange, 2, 2, seeds=first.failing[:1], workers=1).failure
-    assert as_found is not None and shrunk is not None
-    assert as_found.switches == as_found.found_switches == shrunk.found_switches
-    assert shrunk.switches < as_found.switches
 
 
 def exchanged(kernel: Any, *how: str) -> list[float]:
@@ -393,20 +383,6 @@ def tasks(count: int) -> list[Task]:
 def test_strategies_take_turns_by_seed() -> None:
     assert isinstance(for_seed(0), Random) and isinstance(for_seed(3), Random)
     assert isinstance(for_seed(1), Priority) and isinstance(for_seed(2), Priority)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_strategies_choose_only_what_can_run(seed: int) -> None:
-    strategy, all_tasks = for_seed(seed), tasks(5)
-    generator = random.Random(seed)
-    for _ in range(200):
-        able = [task for task in all_tasks if generator.random() < 0.5]
-        for task in all_tasks:
-            task.ready = None if task in able else (lambda: False)
-        strategy.interrupts()
-        strategy.passes()
-        chosen = strategy.choose(all_tasks)
-        assert (chosen in able) if able else chosen is None
 
 
 def test_priority_stays_until_it_changes() -> None:

@@ -46,7 +46,6 @@ def run(options: VerifyOptions) -> tuple[int, str]:
 
 
 def program(folder: pathlib.Path, name: str) -> str:
-    """The function of a user's file, which is written there."""
     (folder / f"{name}.py").write_text(PROGRAMS[name])
     return f"{folder}/{name}.py::f"
 
@@ -80,14 +79,6 @@ def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None
     assert "findings" in text.splitlines()[-1]
 
 
-@thorough
-def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    code = command("python -m interlace verify all_gather")
-    text = capsys.readouterr().out
-    assert code == 0 and "No findings." in text
-    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_it_does_less_unless_more_is_asked_for(own: bool) -> None:
     less, more = (_plan(VerifyOptions(full=full), own) for full in (False, True))
@@ -112,7 +103,6 @@ def test_schedules_of_a_function_are_run_when_they_are_asked_for() -> None:
 
 
 def a_store() -> None:
-    """Every rank stores to memory of its own."""
     symmetric_memory.empty(4).zero_()
 
 
@@ -157,7 +147,7 @@ def test_a_thread_that_ends_while_children_are_looked_for(monkeypatch: pytest.Mo
 
 
 def test_seconds_are_processor_time_of_children_too() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    burn = "import time\nwhile time.process_time() < 0.15: pass"
 
     def seconds(code: str) -> float:
         def run() -> JobResult:
@@ -166,7 +156,7 @@ def test_seconds_are_processor_time_of_children_too() -> None:
 
         return suite.Job("f", "races", "", run).result().seconds
 
-    assert seconds(burn) > 0.45
+    assert seconds(burn) > 0.14
     assert seconds("import time; time.sleep(0.5)") < 0.45
     program, begin = (
         [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"],
@@ -174,7 +164,7 @@ def test_seconds_are_processor_time_of_children_too() -> None:
     )
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        assert suite.processor_seconds() - begin > 0.45  # it has not ended
+        assert suite.processor_seconds() - begin > 0.14  # it has not ended
         child.communicate(b"\n")
     out = io.StringIO()
     render(
@@ -237,40 +227,6 @@ def test_findings_are_told_once() -> None:
     out = io.StringIO()
     render(Console(file=out, width=160), same)
     assert out.getvalue().count("the same") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["al"], "al: must be a file.py::function or one of all, signal"),
-        (["nowhere.py::f"], "nowhere.py: there is no such file"),
-        ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
-        ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),
-        ([f"{EXAMPLE}::one_shot_all_reduce"], "'one_shot_all_reduce' is a kernel; name a function"),
-    ],
-)
-def test_targets_that_are_none(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["verify", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
-        (["--ranks", "0"], "--ranks: must be a positive whole number, got '0'"),
-        (["--seeds", "0"], "must be a positive whole number, got '0'"),
-        (["--arch", "70"], "must be among 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
-    ],
-)
-def test_options_that_are_none(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main.run(["verify", "all_gather", *arguments])
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @thorough

@@ -8,7 +8,6 @@ import interlace
 from interlace.groups.groups import default_group
 
 PROGRAMS, BLOCK = 4, 16
-FLAGS, DATA = 0, 256  # byte offsets in the symmetric buffer
 
 
 @triton.jit
@@ -61,7 +60,6 @@ def exchange(calls: int = 1) -> torch.Tensor:
 
 
 def last_program() -> None:
-    """A sum by whichever program comes last."""
     parts, output = torch.empty(PROGRAMS * BLOCK), torch.empty(BLOCK)
     counter = torch.zeros(1, dtype=torch.int32)
     last_program_kernel[(PROGRAMS,)](parts, counter, output, PROGRAMS, BLOCK)

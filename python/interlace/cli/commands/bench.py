@@ -1,8 +1,4 @@
-"""``interlace bench``: time an op or your own kernel, check it, and compare it with baselines.
-
-``interlace/benchmark/`` measures. This file reads the options and runs one size after another, on ranks
-that it starts or on the ranks of ``torchrun``. Rank 0 prints the table, the JSON and the plot.
-"""
+"""``interlace bench``: time an op or your own kernel, check it, and compare it with baselines."""
 
 import itertools
 import json
@@ -104,9 +100,7 @@ class BenchOptions(CommandOptions):
         None, metavar="ROWS", help="all rows of a fused op; a list or range like --sizes"
     )
     n: str | None = option(
-        None,
-        metavar="COLUMNS",
-        help="columns of a rank's weight of a fused op; heads of attention",
+        None, metavar="COLUMNS", help="columns of a rank's weight of a fused op; heads of attention"
     )
     k: str | None = option(
         None,
@@ -173,7 +167,6 @@ def under_torchrun() -> bool:
 
 
 def place_of(options: BenchOptions) -> str:
-    """Return the place of the ranks, as far as the options say."""
     return options.place or ("cuda" if torch.cuda.is_available() else "shm")
 
 
@@ -237,7 +230,6 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
 
 
 def world_size_of(options: Any) -> int:
-    """Return the number of ranks. Raise ValueError if it is not possible."""
     asked = options.world_size
     if under_torchrun():
         actual = int(os.environ["WORLD_SIZE"])
@@ -283,7 +275,6 @@ def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
 
 
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
-    """Return the sizes, as fields of a request."""
     texts = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
     kind = OPS.get(options.target)  # None for the user's own kernel
     lists = {}
@@ -398,7 +389,6 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
 
 
 def notes(results: Sequence[SizeResult]) -> list[str]:
-    """Return notes that a reader of the results needs, each once."""
     found = []
     for result in results:
         sizes = result.sizes
@@ -448,7 +438,6 @@ def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Size
 
 
 def times(results: Sequence[SizeResult]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Return the medians of the measurements, for bars."""
     measured = [result for result in results if result.rows]
     return [(r.label, [(row.name, row.microseconds.median) for row in r.rows]) for r in measured]
 
@@ -470,7 +459,7 @@ def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
             spread = row.microseconds
             carried = (row.busbw or 0.0) * spread.median
             values = spread.median, spread.low, spread.high
-            drawn.append((i, *(carried / each if rated else each for each in values)))
+            drawn.append((i, *(carried / value if rated else value for value in values)))
         x, middle, low, high = zip(*drawn, strict=True)
         style = {BASELINE: "--", PART: ":"}.get(role, "-")
         line = axes.plot(x, middle, style, marker="o", label=name)
@@ -498,7 +487,7 @@ def bench(console: Any, options: BenchOptions) -> int:
     else:
         results = _as_rank(options, requests)
         if not _prints():  # rank 0 prints the same; a status of 1 here would end it too early
-            failed = [each.failed for each in results if each.failed]
+            failed = [result.failed for result in results if result.failed]
             print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
             return 1 if failed else 0
     render(console, options, results)
@@ -512,11 +501,10 @@ def bench(console: Any, options: BenchOptions) -> int:
         elif options.plot is not None:
             write_plot(pathlib.Path(options.plot), results)
             write(console, f"Plot: {options.plot}")
-    return 0 if all(each.right for each in results) else 1
+    return 0 if all(result.right for result in results) else 1
 
 
 def _prints() -> bool:
-    """Return whether this process prints and writes."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -569,10 +557,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
 
 @contextmanager
 def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]]:
-    """Yield a list that gets the text of an AssertionError of the user's function, which means "wrong".
-
-    Any other exception becomes a RankError with its traceback. ``rank``: the rank of this process, or None.
-    """
+    """Yield a list that gets the text of an AssertionError of the user's function, which means "wrong"."""
     problems: list[str] = []
     try:
         yield problems

@@ -1,7 +1,4 @@
-"""``interlace build``: compile every kernel for the named architectures without a GPU, and check it.
-
-With ``--op`` it builds one op ahead of time, for launches without Triton.
-"""
+"""``interlace build``: compile every kernel, or one op ahead of time, without a GPU, and check it."""
 
 import json
 import pathlib
@@ -120,16 +117,12 @@ class BuildOptions(CommandOptions):
     )
 
 
-_NAMES = [each.name for each in fields(BuildOptions)]
+_NAMES = [field.name for field in fields(BuildOptions)]
 _OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
 
 
 def build(console: Any, options: BuildOptions) -> int:
-    """Build kernels of the catalogue for ``arch`` (90 is 9.0), or one op; print a line per variant.
-
-    Return 1 if an entry does not compile, breaks an ordering rule or lacks tensor-core instructions, or if
-    a default for 9.0 or 10.0 spills; 0 otherwise. Raise ValueError, naming the option, if one is wrong.
-    """
+    """Build kernels of the catalogue, or one op; print a line per variant. Return 1 if one is faulty."""
     if options.op is not None:
         return _bundle(console, options.op, options)
     for name in _OF_ONE_OP:

@@ -1,8 +1,4 @@
-"""``interlace calibrate``: measure the time of collectives between the ranks of a mesh, and save it.
-
-``tensor/calibration.py`` measures and fits, ``runtime/tuning/calibration.py`` writes. The cost model of
-``interlace.tensor`` and the choice between algorithms of the fused ops read the file.
-"""
+"""``interlace calibrate``: measure the time of collectives between the ranks of a mesh, and save it."""
 
 import contextlib
 import itertools

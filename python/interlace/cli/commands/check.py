@@ -3,9 +3,6 @@
 On ``cpu`` the kernels run interpreted in ``sim``; on ``cuda`` the same kernels run compiled, with virtual
 ranks on the current GPU. A line per case shows the worst error as a share of the error that the dtypes
 allow. The exit code is 0 only if no share exceeds 1, and 3 if only time was too short.
-
-A case is a call on every rank and the judgement of its results, by kind of op. Inputs are the same on every
-device and in every place. The most informative cases come first.
 """
 
 import itertools
@@ -45,7 +42,6 @@ class CheckCase(ABC):
     """A case. ``kernels``: the kernels of the catalogue that it runs. ``overrides``: configuration values.
 
     ``branch``: what the kernels do only on request, with tiles or instructions for it.
-
     ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
     not by words that the driver writes.
     """
@@ -72,7 +68,6 @@ class CheckCase(ABC):
 
     @contextmanager
     def circumstances(self) -> Iterator[None]:
-        """Set up the circumstances in which the case runs."""
         stream_words = driver.stream_words
         if self.by_kernels:
             driver.stream_words = lambda device: None  # type: ignore[assignment]
@@ -83,8 +78,7 @@ class CheckCase(ABC):
             driver.stream_words = stream_words
 
     @abstractmethod
-    def on_rank(self, seed: int) -> Any:
-        """Call the op on the calling rank."""
+    def on_rank(self, seed: int) -> Any: ...
 
     def _on_all(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
         """Return the same result for every rank."""
@@ -356,7 +350,6 @@ class _CheckedOp(NamedTuple):
 
     @property
     def algorithms(self) -> dict[str, tuple[str, ...]]:
-        """Return the algorithms with the kernels that they run."""
         return {name: tuple(_kernels_of(self.op, name)) for name in self.ways}
 
 
@@ -473,7 +466,7 @@ class ScaledCase(CheckCase):
     def on_rank(self, seed: int) -> torch.Tensor:
         operands = self._operands(seed, interlace.get_rank())
         op = getattr(functional, self.op)
-        on_device = [each.to(interlace.device()) for each in operands]
+        on_device = [operand.to(interlace.device()) for operand in operands]
         output = op(*on_device, out_dtype=OUTPUT, algorithm=self.variant)
         return functional.wait(output).cpu()
 
@@ -553,15 +546,11 @@ WITHOUT = {
 
 
 def every_kernel() -> list[str]:
-    """Return the kernels of the catalogue, in its order."""
     return list(dict.fromkeys(each.kernel for arch in ARCHES for each in entries(arch)))
 
 
 def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
-    """Return a case for each kernel on each number of ranks first, then the others in their order.
-
-    A branch of a kernel counts as a kernel: products of fp8 operands, for instance, are other instructions.
-    """
+    """Return a case for each kernel, or branch of one, on each number of ranks first, then the others."""
     seen: set[tuple[int, str, str]] = set()
     first: list[CheckCase] = []
     rest: list[CheckCase] = []
@@ -573,7 +562,6 @@ def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
 
 
 def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
-    """Return the cases to check; ``has_roles``: whether the device is 9.x, as far as that is known."""
     found: list[CheckCase] = []
     for world_size in WORLDS[device]:
         found += dense(device, world_size)

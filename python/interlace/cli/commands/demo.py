@@ -1,24 +1,17 @@
 """``interlace demo``: run the fused ops on real input, compare with float64, and show what happened when.
 
-    all_gather_matmul       x W1        rows of x are sharded, and gathered inside the matmul
-    matmul_reduce_scatter   x W1        k is sharded; partial sums are sent tile by tile
-    MLP                     gelu(x W1) W2   both in sequence: how a sequence-parallel layer uses them
-
-The expected results are in float64, each with an error bound that a correct result keeps.
-
-The input is activations ``[m, k]`` and two weights of an MLP, from a text or a file. A text is cut into
-words and punctuation. A fixed table turns each word into a vector, by the word's checksum. The word's
+The expected results are in float64, each with an error bound that a correct result keeps. A text is cut
+into words and punctuation. A fixed table turns each word into a vector, by the word's checksum. The word's
 position is added, so that no two rows of the activations are equal. Table and weights are drawn from the
-seed. A file holds the user's activations, and optionally weights.
+seed.
 
-A recording is drawn for the terminal, for a PNG, and as a panel of the page of ``--html``. In the terminal
-each rank has two lanes, as wide as the console::
+In the terminal each rank has two lanes, as wide as the console::
 
     rank 0  chunks |----3--2---1----|     the rank from which a chunk arrived; - while one is on its way
             tiles  |0000033..2221111|     whose rows the current tile multiplies; . while all wait
 
-A lane is a row of cells. The activity that fills most of a cell is shown in it; work always wins over
-waiting. A cell holds one arrival, so several arrivals at once spread sideways.
+The activity that fills most of a cell is shown in it; work always wins over waiting. A cell holds one
+arrival, so several arrivals at once spread sideways.
 """
 
 import math
@@ -191,7 +184,6 @@ def _weights(k: int, n: int, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 def _read(path: str, where: str) -> dict[str, Any]:
-    """Return the contents of the file, by the names in ``KEYS``."""
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npy", ".pt"):
         raise ValueError(f"{where}: must be a .npy or a .pt file")
@@ -225,7 +217,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _matrix(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` as a finite, non-empty matrix of ``dtype``."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind != "f":
             raise TypeError(f"{name}: must be floating point, got {value.dtype}")
@@ -258,7 +249,6 @@ class DemoCase:
 
 
 def _own_shard(whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's shard, on its device."""
     parts = reference.split(whole, interlace.get_world_size(), dim)
     return parts[interlace.get_rank()].to(interlace.device())
 
@@ -295,7 +285,6 @@ def _visible_tiles(rows: int, weight: torch.Tensor) -> AbstractContextManager[No
 
 
 def _power_of_two(least: float, smallest: int, largest: int) -> int:
-    """Return the smallest power of two that is at least ``least``, within bounds."""
     return min(max(1 << (math.ceil(least) - 1).bit_length(), smallest), largest)
 
 
@@ -551,15 +540,13 @@ class Timeline:
                     line.append(glyph, style)
                 yield line.append(glyphs.edge, "dim")
         last = f"{(end - start) / TICKS:,.0f} {STEPS}"
-        if (
-            self.recording.unit != STEPS
-        ):  # the times of interpreted kernels must not look like real speed
+        # the times of interpreted kernels must not look like real speed
+        if self.recording.unit != STEPS:
             last = f"{(end - start) / TICKS / 1000:,.1f} ms in the interpreter"
         yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
 
 
 def legend(ascii_only: bool) -> Text:
-    """Return a legend of a :class:`Timeline`, in five lines."""
     glyphs = Glyphs(ascii_only)
     text = Text(
         "  reading the timelines, where a rank is always the same digit and color:\n", "dim"
@@ -605,7 +592,6 @@ ColouredCells = list[tuple[str, str]]
 
 
 def name_of(rank: int | None) -> str:
-    """Return a rank as one character."""
     return NAMES[rank] if rank is not None and rank < len(NAMES) else "?"
 
 
@@ -614,7 +600,6 @@ def color_of(rank: int | None) -> str:
 
 
 def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
-    """Return the cells of a line that shows the chunks that arrive at ``rank``."""
     cells: ColouredCells = [(" ", "")] * scale.cells
     for span in recording.spans:
         if span.kind == "copy" and span.peer == rank and span.rank != rank:
@@ -631,7 +616,6 @@ def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) 
 
 
 def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
-    """Return the cells of a line that shows the tiles that ``rank`` computes."""
     work: list[dict[tuple[str, int | None], float]] = [
         defaultdict(float) for _ in range(scale.cells)
     ]

@@ -149,7 +149,6 @@ def doctor(console: Any, options: DoctorOptions) -> int:
 
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    """Return facts about the machine as (name, text)."""
     versions, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"

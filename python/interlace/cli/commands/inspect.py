@@ -77,10 +77,7 @@ def inspect(console: Any, options: InspectOptions) -> int:
 
 
 def _records(console: Any, target: str) -> Iterator[tuple[str, RankRecord]]:
-    """Yield the records in ``target``, each with the job that the name of its file begins with.
-
-    Print a line for each other file of a folder that has such a name, and leave it out.
-    """
+    """Yield the records in ``target``, each with the job that the name of its file begins with."""
     path = Path(target)
     if target.isdigit() and not path.exists():
         yield from (("", record) for record in _of_processes(int(target)))
@@ -136,7 +133,6 @@ def _segments(pid: int) -> Iterator[tuple[Identity, RankRecord]]:
 
 
 def _below(pid: int) -> list[int]:
-    """Return the processes that ``pid`` has started, directly or indirectly."""
     started = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the name, in brackets, may have any characters
@@ -163,9 +159,8 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
             why = f"it belongs to uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
             why += "CAP_SYS_PTRACE, may read its record; run inspect as that user, or by sudo"
         raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
-    for rank in (
-        [] if segments else _below(pid)
-    ):  # for torchrun, or for a script that called interlace.run
+    # for torchrun, or for a script that called interlace.run
+    for rank in [] if segments else _below(pid):
         with contextlib.suppress(OSError):
             segments = segments or list(_segments(rank))
     if not segments:
@@ -190,13 +185,11 @@ def _awaited_place(record: RankRecord | None) -> int | None:
 
 
 def _last(record: RankRecord) -> PastOp | None:
-    """Return the current op of a rank, or its last one."""
     ops = [*record.collectives[-1:], *record.transfers]
     return max(ops, key=lambda op: (not op.ended, op.began), default=None)
 
 
 def _show(console: Any, name: str, found: Found) -> None:
-    """Print the table of a group."""
     waiting = {rank: to for rank, r in found.items() if (to := _awaited_place(r)) is not None}
     late = sorted({follow(to, waiting.get, rank) for rank, to in waiting.items()})
     come = {
@@ -246,7 +239,6 @@ def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
 
 
 def _process(pid: str) -> str:
-    """Return the state of process ``pid``, as the kernel reports it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

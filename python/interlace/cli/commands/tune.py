@@ -198,7 +198,6 @@ def jobs_of(options: TuneOptions) -> list[TuneJob]:
 
 
 def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]]:
-    """Return (m, n, k) of each shape."""
     sizes = (options.m, options.n, options.k)
     if options.shapes is not None:
         if any(each is not None for each in sizes):
@@ -403,7 +402,6 @@ def _print(console: Any, job: TuneJob, outcome: Tuned) -> None:
 
 
 def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
-    """Print the current choice and its reason, and the candidates."""
     place, capability = place_of(options), _capability(options)
     rows: tuple[cache.CacheRow, ...] = ()
     if options.arch is None:

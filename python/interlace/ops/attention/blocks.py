@@ -1,9 +1,8 @@
 """Partial results over the keys of one source, merged, and their gradients: by torch, or by Triton kernels.
 
-torch takes any dtype. On a CPU the products are those of torch's own flash attention, which takes a causal
-mask and masks as tensors, and one size of heads. If the head sizes of values and keys differ, the smaller
-one is filled up with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask
-is made. Operands of 16 bits are widened first: partial results are fp32.
+On a CPU torch uses its own flash attention, which takes one size of heads: the smaller ones are filled up
+with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask is made.
+Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import contextlib
@@ -69,8 +68,7 @@ class TorchBlocks:
     def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
         """Return rows of queries, how many first keys of ``source`` they see, and the kind of mask.
 
-        No row is in two pairs: keys of a rank are in the order of their positions, so a run of queries sees
-        the keys of another rank's first runs.
+        No row is in two pairs: a run of queries sees the keys of another rank's first runs.
         """
         problem, shards = self._problem, self._problem.shards
         keys = shards.lengths[source]
@@ -168,8 +166,6 @@ class TorchBlocks:
         if wide is not output:
             output.copy_(wide)
 
-    # -- gradients -----------------------------------------------------------------------------
-
     def begin_backward(self, result: AttentionResult) -> None:
         self._of_query: dict[int, list[tuple[slice, Tensor]]] = {}
 
@@ -193,7 +189,7 @@ class TorchBlocks:
         def run() -> None:
             of_query = self._of_query[source] = []
             parts = self._problem.parts_of_rows(contribution)
-            sums = [RowTotal(each.permute(1, 2, 0, 3)) for each in parts]
+            sums = [RowTotal(part.permute(1, 2, 0, 3)) for part in parts]
             for rows, mask, causal, key, value in self._visible_keys(source, packed):
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
@@ -209,7 +205,6 @@ class TorchBlocks:
         self._call(run, f"gradients of keys of rank {source}")
 
     def _of_key_heads(self, grad: Tensor, key_heads: int) -> Tensor:
-        """Sum over the query heads of each key head, in their order."""
         if grad.shape[1] == key_heads:
             return grad
         batches, _, rows, size = grad.shape
@@ -284,10 +279,10 @@ def differentiated(
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
     """Fill smaller heads with zeros at the end: torch's kernel takes one size only."""
-    size = max(each.shape[-1] for each in tensors)
+    size = max(tensor.shape[-1] for tensor in tensors)
     return [
-        each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1]))
-        for each in tensors
+        tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
+        for tensor in tensors
     ]
 
 
@@ -300,7 +295,6 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _repeat_keys(key: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys for every head of queries."""
     times = query.shape[1] // key.shape[1]
     return key if times == 1 else key.repeat_interleave(times, 1)
 
@@ -334,7 +328,6 @@ class RowTotal:
             self._end = begin
 
     def end(self) -> None:
-        """Fill the rest with zeros."""
         self._zero(self._total.shape[2])
 
 
@@ -448,8 +441,6 @@ class KernelBlocks:
         grid = (formulas.ceil_div(self._rows, tiles.BLOCK_M) * self._all_heads,)
         self._launch(forward.merge_attention_kernel, grid, arguments)
 
-    # -- gradients -----------------------------------------------------------------------------
-
     def begin_backward(self, result: AttentionResult) -> None:
         self._grad, lse = result.grad, result.lse
         reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
@@ -511,10 +502,7 @@ def blocks_of(
     configuration: Configuration | None,
     shape: Sequence[int] | None = None,
 ) -> Blocks:
-    """Return blocks computed by kernels with a ``configuration``, otherwise by torch.
-
-    ``shape``: the query's, if it has not arrived; ``begin`` passes it later.
-    """
+    """Return blocks by kernels with a ``configuration``, otherwise by torch. ``shape``: the query's."""
     of = problem.query.shape if shape is None else shape
     blocks: Blocks = (
         TorchBlocks(problem, of)

@@ -1,11 +1,8 @@
 """Attention over a sharded sequence, and its backward: two ops.
 
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of tokens.
-
-The results are the output, of the query's shape but with the size of the values' heads, and the logarithm
-of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
-backward is a separate op, which computes scores again. Keys travel again, and the contributions of all
-ranks' queries to the gradients of a rank's keys return to that rank.
+The message in which ranks compare a call also carries every rank's number of tokens. The results are the
+output and the logarithm of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both
+have gradients. The backward computes scores again, from keys that travel again.
 """
 
 import math
@@ -209,7 +206,6 @@ def fitting(
 
 
 def scale_of(value: Any, size: int) -> float:
-    """Return ``value`` if it is a scale, or ``1 / sqrt(size)`` for None."""
     if value is None:
         return 1 / math.sqrt(size)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -274,7 +270,6 @@ def _agree(
 def _shards(
     op: str, lengths: Sequence[int], balance: str, totals: Sequence[int], documents: Any
 ) -> TokenShards:
-    """Return the shards for ``lengths``, if ``totals`` (tokens that ranks have) and ``documents`` fit."""
     shards = TokenShards(tuple(lengths), balance)
     known = f"the ranks have {shards.total}"
     for rank, total in enumerate(totals):
@@ -398,7 +393,7 @@ def prepared_backward(
         output = unit_rows(tokens_first(record.output.detach(), record.layout))
         of_lse = None if record.lse_grad is None else record.lse_grad.detach()
         result = AttentionResult(unit_rows(of_output), output, record.lse.detach(), of_lse)
-        of_query, of_key, of_value = (tokens_first(each, record.layout) for each in grads)
+        of_query, of_key, of_value = (tokens_first(grad, record.layout) for grad in grads)
         into = of_query, of_key, of_value
         unfused = algorithm == "unfused"
         if method == "ulysses":
@@ -458,7 +453,7 @@ def _start_op(
 
 
 def _save(ctx: Any, record: AttentionArguments, output: Sequence[Tensor]) -> None:
-    ctx.options = {each.name: getattr(record, each.name) for each in fields(AttentionOptions)}
+    ctx.options = {field.name: getattr(record, field.name) for field in fields(AttentionOptions)}
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(record.query, record.key, record.value, record.cu_seqlens, *output)
 
@@ -476,9 +471,6 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     )
     gradients = _ops.context_parallel_attention_backward(*vars(record).values(), ctx.size, ctx.name)
     return dict(zip(("query", "key", "value"), map(wait, gradients), strict=True))
-
-
-# -- references: one process plays all ranks --------------------------------------------------------
 
 
 class _Sequence(NamedTuple):
@@ -518,13 +510,13 @@ def _sequences(
     op: str, ranks: Sequence[Any], results: list[list[Tensor]], size: int
 ) -> list[_Sequence]:
     """Return one sequence of all ranks, or with ``HEADS`` one per rank; skip those without tokens."""
-    calls = [fitting(each, size) for each in ranks]
+    calls = [fitting(rank, size) for rank in ranks]
     first, tokens = calls[0], [each.query.shape[0] for each in calls]
     for name in ("query", "key", "value"):
         by_rank.alike(op, name, [getattr(each, name) for each in calls], but=0)
     lengths, alone = tokens, first.method == HEADS
     if alone:
-        lengths = [tokens[0] // size if each.length is None else each.length for each in ranks]
+        lengths = [tokens[0] // size if rank.length is None else rank.length for rank in ranks]
     documents = None if first.documents is None else tuple(first.documents.tolist())
     shards = _shards(op, lengths, ranks[0].balance, tokens if alone else (), documents)
     if not shards.total * math.prod(first.query.shape[1:]):
@@ -544,12 +536,12 @@ def _sequences(
 
 
 def reference(ranks: Sequence[AttentionArguments], size: int) -> list[list[Tensor]]:
-    results = [outputs(each, size) for each in ranks]
-    for each in _sequences(FORWARD, ranks, results, size):
-        tensors = each.query, each.key, each.value
-        output, sums = blocks.attended(*tensors, each.mask, False, each.scale)
-        each.give(0, output)
-        logs = [lse for _, lse in each.results]
+    results = [outputs(rank, size) for rank in ranks]
+    for sequence in _sequences(FORWARD, ranks, results, size):
+        tensors = sequence.query, sequence.key, sequence.value
+        output, sums = blocks.attended(*tensors, sequence.mask, False, sequence.scale)
+        sequence.give(0, output)
+        logs = [lse for _, lse in sequence.results]
         parts = torch.split(sums, [lse.shape[2] for lse in logs], 2)
         for lse, part in zip(logs, parts, strict=True):
             lse.copy_(part)
@@ -559,20 +551,20 @@ def reference(ranks: Sequence[AttentionArguments], size: int) -> list[list[Tenso
 def backward_reference(
     ranks: Sequence[AttentionBackwardArguments], size: int
 ) -> list[list[Tensor]]:
-    results = [backward_outputs(each, size) for each in ranks]
-    for each in _sequences(BACKWARD, ranks, results, size):
-        grad, output = each.whole("grad"), each.whole("output")
-        lse = torch.cat([record.lse for record in each.ranks], 2).to(grad.dtype)
-        of_lse = [record.lse_grad for record in each.ranks if record.lse_grad is not None]
+    results = [backward_outputs(rank, size) for rank in ranks]
+    for sequence in _sequences(BACKWARD, ranks, results, size):
+        grad, output = sequence.whole("grad"), sequence.whole("output")
+        lse = torch.cat([record.lse for record in sequence.ranks], 2).to(grad.dtype)
+        of_lse = [record.lse_grad for record in sequence.ranks if record.lse_grad is not None]
         delta = (grad * output).sum(-1) - torch.cat(of_lse, 2) if of_lse else None
         of = grad, output, lse.masked_fill(lse == -math.inf, math.inf)
-        tensors = each.query, each.key, each.value
-        found = blocks.differentiated(*tensors, of, delta, each.mask, False, each.scale)
+        tensors = sequence.query, sequence.key, sequence.value
+        found = blocks.differentiated(*tensors, of, delta, sequence.mask, False, sequence.scale)
         for number, whole in enumerate(found):
             batches, _, tokens, dim = whole.shape
             # by the head of queries, or already by the head of keys
             by_head = whole.reshape(batches, tensors[number].shape[1], -1, tokens, dim)
-            each.give(number, by_head.sum(2))
+            sequence.give(number, by_head.sum(2))
     return results
 
 

@@ -1,13 +1,8 @@
 """Decoding: a few queries, the same on all ranks, and caches of keys and values that are spread over ranks.
 
-``fused``    Triton kernels over this rank's keys. Ranks exchange results as words with flags; for many
-             queries by a plain all-gather
-``unfused``  torch, and a plain all-gather; any dtype. If the host knows lengths, sequences of equal length
-             are computed together. Then no more of a cache is read than needed, and nothing is copied to
-             be masked
-
-Caches are read in place: ``[batches, tokens, heads, size]``, any strides but the last; or, with a table of
-pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may have another size.
+In "fused" ranks exchange results as words with flags; for many queries by a plain all-gather. "unfused"
+computes sequences of equal length together if the host knows lengths. Then no more of a cache is read than
+needed, and nothing is copied to be masked.
 """
 
 from __future__ import annotations
@@ -100,8 +95,7 @@ class DecodeProblem:
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
-        """Yield neighbouring sequences of equal lengths, their longest length, and whether others are
-        shorter.
+        """Yield neighbouring sequences of equal lengths, the longest length, whether others are shorter.
 
         If the host does not know lengths: all sequences, the capacity of a cache, and True.
         """
@@ -114,8 +108,7 @@ class DecodeProblem:
             yield sequences, max(lengths), min(lengths) < max(lengths)
 
     def first(self, cache: Tensor, sequences: slice, tokens: int) -> Tensor:
-        """Return ``[sequences, tokens, heads, size]``; copy only pages or an uncontiguous last
-        dimension."""
+        """Return ``[sequences, tokens, heads, size]``; copy pages, or if the last dimension has gaps."""
         if self.pages is None:
             return unit_rows(cache[sequences, :tokens])
         used = self.pages[sequences, : formulas.ceil_div(tokens, cache.shape[1])]
@@ -242,7 +235,6 @@ def decode_fused(
 
 
 def _gather(problem: DecodeProblem, part: Tensor, name: str) -> Tensor:
-    """Gather all ranks' ``part``, by rank."""
     communicator = problem.communicator
     gathered = part.new_empty(communicator.world_size, *part.shape)
     if communicator.world_size == 1:
@@ -444,7 +436,7 @@ def _outputs(record: DecodeArguments, size: Any) -> list[Tensor]:
 def _start(communicator: Communicator, record: DecodeArguments) -> Started:
     """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
     results: Any = decode(communicator, (record,))
-    return Started([each.contiguous() for each in results], None)
+    return Started([result.contiguous() for result in results], None)
 
 
 def _own_keys(record: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -466,10 +458,10 @@ def _own_keys(record: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Ten
 
 
 def reference(ranks: Sequence[DecodeArguments], size: int) -> list[list[Tensor]]:
-    results, first = [_outputs(each, size) for each in ranks], ranks[0]
-    by_rank.alike(OP, "q", [each.q for each in ranks])
+    results, first = [_outputs(rank, size) for rank in ranks], ranks[0]
+    by_rank.alike(OP, "q", [rank.q for rank in ranks])
     query = first.q.unsqueeze(1) if first.q.dim() == 3 else first.q
-    keys_of = [_own_keys(each, query.shape[1]) for each in ranks]
+    keys_of = [_own_keys(rank, query.shape[1]) for rank in ranks]
     key, value, seen = (torch.cat(each, 2) for each in zip(*keys_of, strict=True))
     wide, scale = wide_dtype(query.dtype), scale_of(first.scale, query.shape[3])
     query, key, value = (each.to(wide) for each in (query.transpose(1, 2), key, value))
@@ -543,9 +535,7 @@ def distributed_decode(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
 
-    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache; split as in flash
-    decoding. Triton-distributed's distributed flash decode and FlashInfer's ``merge_state`` have the same
-    parts; here the exchange and the merge are one kernel.
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache.
 
     >>> def decoded():
     ...     keys, values = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1, 4), 1.0 + interlace.get_rank())
@@ -563,7 +553,9 @@ def distributed_decode(
     def run(record: DecodeArguments, async_op: bool = False) -> Any:
         return decode(communicator, (record,), (), async_op)
 
-    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
+    if torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in tensors
+    ):
         # its backward raises: there are no gradients
         output, lse = run_recorded(
             DISTRIBUTED_DECODE, communicator, given, run, lambda outputs, _: outputs, False

@@ -1,8 +1,4 @@
-"""Attention as functions; a graph has one op for each: over a sequence, decoding, exchange of heads.
-
-Attention over a sequence is in ``interlace.nn.functional``, the other functions in
-``interlace.functional``.
-"""
+"""Attention as functions; a graph has one op for each: over a sequence, decoding, exchange of heads."""
 
 from __future__ import annotations
 
@@ -100,7 +96,6 @@ def matmul_all_to_all(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
     data moves. Semantics: a matmul, then ``torch.distributed.all_to_all_single`` of its columns. The result
     equals :func:`all_gather_matmul` with this rank's columns of the weight, but products travel.
-    Triton-distributed has it as "Ulysses SP GEMM + all-to-all".
 
     >>> def projected():
     ...     y = functional.matmul_all_to_all(torch.ones(1, 2), torch.arange(4.0).expand(2, 4))
@@ -145,7 +140,6 @@ def all_to_all_matmul(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
     data moves. Semantics: ``torch.distributed.all_to_all_single``, then a matmul. The result equals
     :func:`matmul_reduce_scatter` with this rank's rows of the weight, but its inputs travel.
-    Triton-distributed has it as "Ulysses SP all-to-all + GEMM".
 
     >>> def projected():
     ...     return functional.all_to_all_matmul(torch.ones(2, 1), torch.tensor([[1.0], [2.0]])).tolist()
@@ -223,12 +217,9 @@ def context_parallel_attention(
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
 
-    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. Unlike
-    ``torch.distributed.tensor.experimental.context_parallel`` it is a function and patches nothing. It
-    takes uneven and packed sequences and windows, and runs on CPUs. Megatron-core and TransformerEngine
-    name the methods as ``cp_comm_type`` "all_gather", "p2p" and "a2a". They cut each packed sequence into 2
-    W chunks; here the whole is cut. Triton-distributed has kernels for all-gather attention and Ulysses
-    without a backward; its all-gather attention waits in the kernel for each chunk, as here.
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. The methods are
+    the ``cp_comm_type`` "all_gather", "p2p" and "a2a" of Megatron-core and TransformerEngine. These cut
+    each packed sequence into 2 W chunks; here the whole is cut.
 
     >>> def attended():
     ...     rank = interlace.get_rank()
@@ -323,7 +314,7 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
     >>> nn.functional.positions_of_ranks([2, 2]).tolist()
     [0, 3, 1, 2]
     """
-    counts = tuple(checks.integer("lengths", each) for each in lengths)
+    counts = tuple(checks.integer("lengths", length) for length in lengths)
     if min(counts, default=0) < 0:
         raise ValueError(f"lengths must not be negative, got {list(counts)}")
     shards = TokenShards(counts, checks.one_of("balance", balance, BALANCES))
@@ -387,7 +378,6 @@ def unshard_sequence(
 def _checked_dim(
     communicator: Communicator, op: str, tensor: object, dim: int, balance: str
 ) -> int:
-    """Return ``dim`` counted from 0, if it is one of ``tensor`` and ``balance`` is known."""
     with communicator.accepting(op):
         checks.one_of("balance", balance, BALANCES)
         if not isinstance(tensor, Tensor):

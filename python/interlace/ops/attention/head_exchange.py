@@ -1,19 +1,12 @@
 """The fused ops around an attention over heads: matmul + all-to-all, and all-to-all + matmul.
 
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's number of rows.
+Algorithms work on 2-D matrices: ``input`` has contiguous columns, weights are ``[K, N]`` with any strides
+and the same on all ranks, results are contiguous. ``rows`` lists the rows of every rank. Rank r has the
+r-th of W equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows,
+own K]``, the rows that came to this rank, if they are requested.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls: a product per receiver, sent at once; or one after pushes
-``unfused``    matmul and the collective, one after the other; any dtype
-
-Matrices are 2-D there: ``input`` has contiguous columns, weights are ``[K, N]`` with any strides and the
-same on all ranks, results are contiguous. ``rows`` lists the rows of every rank. Rank r has the r-th of W
-equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows, own K]``,
-the rows that came to this rank, if they are requested.
-
-Each op is the gradient of the other: the input's gradient of matmul + all-to-all is all-to-all + matmul
-with the transposed weight, and the other way round. The rows received in that, or in the forward, give the
-weight's gradient, by a torch matmul.
+Each op is the gradient of the other, with the transposed weight. The rows received in that, or in the
+forward, give the weight's gradient, by a torch matmul.
 """
 
 import math
@@ -230,8 +223,6 @@ class HeadExchangeCall:
 
 
 class ToHeads(HeadExchangeCall):
-    """Matmul, then all-to-all."""
-
     def fused(self, configuration: Configuration) -> Event:
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         columns, block_m = linear.output.shape[1], configuration.block_m
@@ -311,8 +302,6 @@ class ToHeads(HeadExchangeCall):
 
 
 class FromHeads(HeadExchangeCall):
-    """All-to-all, then matmul."""
-
     def fused(self, configuration: Configuration) -> Event:
         """Run the kernel; its first programs send, or the copy engine does."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
@@ -405,9 +394,6 @@ class FromHeads(HeadExchangeCall):
         matrix = whole.view(rows[rank], world_size * inner)
         operands.enqueue_product(communicator, matrix, linear, slice(None), "matmul")
         return communicator.compute.record()
-
-
-# -- outputs and gradients -------------------------------------------------------------------------
 
 
 def _parts(record: HeadArguments) -> Any:
@@ -511,33 +497,30 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
     )
 
 
-# -- references: one process plays all ranks --------------------------------------------------------
-
-
 def _alike(ranks: Sequence[HeadArguments]) -> list[Tensor | None]:
     """Return the biases of ranks, after a check that their tensors fit together."""
     op, first = ranks[0].op, ranks[0]
     checks.algorithm_and_dtype(first.input, first)
     by_rank.alike(op, "input", by_rank.inputs(ranks), but=0)
-    by_rank.alike(op, "weight", [each.weight for each in ranks])
+    by_rank.alike(op, "weight", [rank.weight for rank in ranks])
     checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
-    return [checked_bias(each.bias, each.weight.shape[1], each.input) for each in ranks]
+    return [checked_bias(rank.bias, rank.weight.shape[1], rank.input) for rank in ranks]
 
 
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
     """Return every rank's product, cut into the columns of each receiver."""
-    outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
+    outputs, biases = [to_heads_output(rank, size) for rank in ranks], _alike(ranks)
     shapes.own_length(ranks[0].weight.shape[1], size, "dimension 1 of weight")
-    wholes = [len(each) for each in outputs]
-    own_lengths = [len(each.input) for each in ranks]
+    wholes = [len(output) for output in outputs]
+    own_lengths = [len(rank.input) for rank in ranks]
     lengths = _lengths(TO_HEADS, list(zip(own_lengths, wholes, strict=True)))
-    places = [torch.split(each, lengths) for each in outputs]
+    places = [torch.split(output, lengths) for output in outputs]
     for source, (each, bias) in enumerate(zip(ranks, biases, strict=True)):
         product = each.input.new_empty([*each.input.shape[:-1], each.weight.shape[1]])
         operands.multiply(product.flatten(0, -2), rows_of(each.input, 0), each.weight, bias)
         for place, columns in zip(places, product.chunk(size, -1), strict=True):
             place[source].copy_(columns)
-    return [[each] for each in outputs]
+    return [[output] for output in outputs]
 
 
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:

@@ -1,21 +1,8 @@
 """Attention to keys that travel to the queries, on streams, and gradients of keys that travel back.
 
-``fused``      Triton kernels on the keys of one rank after another, or one that gathers all of them
-``pipelined``  torch on the keys of one rank after another; if "unfused" nothing travels (``blocks.py``)
-
-Ways of keys: the compute stream works on arrived keys while the copy stream fetches the next ones. On a
-CPU, where streams run their items at once and a peer's memory is as fast as the own, staged keys are not
-copied.
-
-``StagedKeys``  all ranks stage their keys in their own workspace, and readers take them from there
-``RingKeys``    from rank to rank: each passes on the keys from the rank before, and has memory for two
-
-Ways back of the contributions to the gradients of others' keys, fp32 or wider. They are read in place.
-
-``StagedSums``  the contributions of a rank stay in its workspace; each rank adds up all contributions for
-                it, in the order of the ranks
-``RingSums``    memory for two ranks' keys: the contribution of a step is taken before the step after the
-                next. Keys of rank r go round from r to r - 1, and in this order they are summed
+The compute stream works on arrived keys while the copy stream fetches the next ones. On a CPU, where
+streams run their items at once and a peer's memory is as fast as the own, staged keys are not copied.
+Contributions to the gradients of others' keys are fp32 or wider, and are read in place.
 """
 
 from collections.abc import Iterator
@@ -38,7 +25,10 @@ Tensor = torch.Tensor
 
 
 class StagedKeys:
-    """See the module. ``layout``, the op's, gets the needed regions, here and in the classes below."""
+    """All ranks stage their keys in their own workspace, and readers take them from there.
+
+    ``layout``, the op's, gets the needed regions, here and in the classes below.
+    """
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem = problem
@@ -80,10 +70,11 @@ class StagedKeys:
 
 
 class RingKeys:
-    """See the module. In step s a rank has the keys of rank - s: its own, then those in buffer s % 2.
+    """Keys go from rank to rank: each passes on the keys from the rank before, and has memory for two.
 
-    Slots: "arrived" of every step, set by the rank before; "free" of every step, set by the next rank when
-    it has computed with that step's keys, and has sent them on, so its buffer may be filled again::
+    In step s a rank has the keys of rank - s: its own, then those in buffer s % 2. Slots: "arrived" of
+    every step, set by the rank before; "free" of every step, set by the next rank when it has computed with
+    that step's keys, and has sent them on, so its buffer may be filled again::
 
         rank 1  copies   own -> 2 | of 0 -> 2     | free 1? of 3 -> 2 |
                 compute  own      | of 0          | of 3              | of 2
@@ -127,7 +118,7 @@ class RingKeys:
 
 
 class StagedSums:
-    """See the module."""
+    """Contributions stay in the workspace of their rank; each rank adds up all for it, in rank order."""
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem, shards = problem, problem.shards
@@ -173,10 +164,11 @@ class StagedSums:
 
 
 class RingSums:
-    """See the module. In step s a rank makes its contribution to rank - s, in buffer s % 2.
+    """Each rank sums the contributions to its keys in the order in which these go round; memory for two.
 
-    Slots: "made" of every step, set by rank + s; "taken" of every step, set by rank - s when it has added
-    that up, after the next step, so that no rank waits for a rank in the same step::
+    In step s a rank makes its contribution to rank - s, in buffer s % 2. Slots: "made" of every step, set
+    by rank + s; "taken" of every step, set by rank - s when it has added that up, after the next step, so
+    that no rank waits for a rank in the same step::
 
         rank 1  for 1 | for 0      | taken 1? for 3 | taken 0? for 2 |
                       | + own      | + of 2         | + of 3         | + of 0
@@ -207,10 +199,8 @@ class RingSums:
         return self._of(workspace, rank, step)
 
     def publish(self, workspace: Workspace, source: int, complete: bool) -> None:
-        compute, step = (
-            self._problem.communicator.compute,
-            (self._problem.rank - source) % self._steps,
-        )
+        compute = self._problem.communicator.compute
+        step = (self._problem.rank - source) % self._steps
         if complete and step:
             compute.publish(workspace, source, self._made + step)
         if step:
@@ -260,9 +250,6 @@ def attention_on_the_way(
     return problem.communicator.enqueue(problem.op, layout, body)
 
 
-# -- backward --------------------------------------------------------------------------------------
-
-
 def attention_backward(
     problem: AttentionProblem,
     method: str,
@@ -288,9 +275,6 @@ def attention_backward(
         problem.give(sums.total(workspace), grads[1:])
 
     return problem.communicator.enqueue(problem.op, layout, body)
-
-
-# -- in one kernel ---------------------------------------------------------------------------------
 
 
 def all_gather_attention_fused(
@@ -336,7 +320,7 @@ def all_gather_attention_fused(
     }
 
     def arriving() -> Iterator[tuple[int, int]]:
-        for source in [each for each in arrivals if each != rank]:
+        for source in [arrival for arrival in arrivals if arrival != rank]:
             first, count = slots_of(source)
             for slot in range(first, first + count):
                 yield source, slot

@@ -3,18 +3,10 @@
 Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
 the last; values, results and their gradients may have another head size than queries and keys. Keys and
 values of a rank travel together, *packed*: ``[tokens, elements]``, for each token all keys, then all
-values.
-
-Balance of a sequence over W ranks, whose lengths may differ::
-
-    contiguous   rank 0's tokens, then rank 1's ...
-    zigzag       2 W chunks: rank r has chunk r and chunk 2 W - 1 - r, the longer first half of its tokens
-                 and the rest. Under a causal mask every rank then has the same work.
-
-A *run* is a stretch of a rank's tokens that is contiguous in the sequence, too. A rank has one or two.
+values. A *run* is a stretch of a rank's tokens that is contiguous in the sequence as well. With balance
+"zigzag" a rank has two: the longer first half of its tokens, and the rest.
 
 The file also has float64 references of attention and its gradients, and bounds for correct results.
-
 ``reference.py`` names the sources of the bounds. To the errors of sums and roundings attention adds the
 exponential. If a score is off by e, the weight is off by ``exp(e) - 1``, relative. This counts twice: for
 the weight and for the sum by which it is divided. An exponential errs by 2 units and by one per unit of its
@@ -64,8 +56,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """``window``: how many keys before and after its own position a query sees, -1 for all, like in flash
-    attention."""
+    """``window``: how many keys before and after its own position a query sees, -1 for all."""
 
     causal: bool
     window: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
@@ -80,8 +71,6 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The tokens of each of ``lengths`` ranks."""
-
     lengths: tuple[int, ...]
     balance: str
 
@@ -178,9 +167,9 @@ class AttentionResult(NamedTuple):
 class AttentionProblem:
     """The input of every method. ``first_head``, ``per_key``: see ``kernels/arguments.py``.
 
-    ``ranks``: the ranks whose tokens all tensors have, one after another. None: the query has this rank's
-    tokens, and so does the key until it travels. ``heads_first``: packed keys lie in memory as torch's
-    products read them, all keys ``[b, h, tokens, d]`` and then all values.
+    ``ranks``: the ranks whose tokens all tensors have, one after another; None: this rank's.
+    ``heads_first``: packed keys lie in memory as torch's products read them, all keys ``[b, h, tokens, d]``
+    and then all values.
     """
 
     communicator: Communicator
@@ -199,12 +188,10 @@ class AttentionProblem:
 
     @property
     def whose(self) -> tuple[int, ...]:
-        """The ranks whose queries these are."""
         return (self.rank,) if self.ranks is None else self.ranks
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of partial results."""
         return wide_dtype(self.query.dtype)
 
     @property
@@ -213,7 +200,6 @@ class AttentionProblem:
 
     @property
     def row_elements(self) -> int:
-        """The number of elements of a packed row."""
         return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
@@ -224,7 +210,6 @@ class AttentionProblem:
         return rows
 
     def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
-        """Return ``rows`` packed keys in the workspace of ``owner``."""
         return workspace.data(owner, offset, (rows, self.row_elements), self.key.dtype)
 
     def keys_and_values(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -391,7 +376,6 @@ class AttentionReference:
         return self._exact, rounded(error, self._exact, self.dtype)
 
     def sums(self) -> Bounded:
-        """Return the logarithms of the sums of exponentials."""
         error = self._score_error.squeeze(-1) + self._relative.squeeze(-1)
         unit = self._unit * (self.lse.abs().nan_to_num(posinf=0) + MERGES)
         return self.lse, error + unit

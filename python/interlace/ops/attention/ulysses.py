@@ -1,5 +1,4 @@
-"""Attention with heads in place of tokens (DeepSpeed's Ulysses): an all-to-all before it gives each rank
-all tokens of some heads, and one after it gives back this rank's tokens of all heads.
+"""Attention with heads in place of tokens (DeepSpeed's Ulysses), between two all-to-alls.
 
 Rank r has query heads ``[r * H / W, (r + 1) * H / W)``, rounded down, and the key heads that they see. With
 few key heads several ranks may have the same one. Every rank pushes the queries, keys and values for those
@@ -9,13 +8,9 @@ heads to rank r; results go back the same way::
             compute  own tokens' keys | keys of 0 | keys of 2 | merge, all tokens of heads 1
 
 Like in the other methods, a partial result covers the keys of one rank, and so the bits are the same.
-``fused`` computes by Triton kernels, ``pipelined`` by torch, ``unfused`` by torch, between plain
-collectives.
 
-Backward: the results and their gradients travel with the queries. The gradients of queries come back, and
-the gradients of keys in fp32. If ranks share a head of keys there are several of these, which are added up
-in the order of the ranks. Here one sum holds the contributions of all queries to a key; the other methods
-add up sums by rank, which gives other bits.
+In backward the gradients of keys come back in fp32. If ranks share a head of keys there are several of
+these, which are added up in the order of the ranks.
 
 Tensors that travel have tokens first and heads last but one.
 """
@@ -55,7 +50,7 @@ class HeadShards:
         self.first = [
             q.start - k.start * per_key for q, k in zip(self.queries, self.keys, strict=True)
         ]
-        ends = accumulate((_count(each) for each in self.keys), initial=0)
+        ends = accumulate((_count(key) for key in self.keys), initial=0)
         self.copies = [slice(a, b) for a, b in pairwise(ends)]
 
 
@@ -76,7 +71,6 @@ class Piece(NamedTuple):
         return self.batches, self.heads[-1].stop if rank is None else _count(self.heads[rank])
 
     def shape(self, rows: int, rank: int | None = None) -> tuple[int, int]:
-        """Return the shape of the packed rows, with the heads of ``rank``, or all."""
         return rows, math.prod(self._lines(rank)) * sum(self.sizes)
 
     def nbytes(self, rows: int, rank: int | None = None) -> int:
@@ -90,12 +84,11 @@ class Piece(NamedTuple):
 
 
 def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = None) -> Piece:
-    sizes = tuple(each.shape[3] for each in tensors)
+    sizes = tuple(tensor.shape[3] for tensor in tensors)
     return Piece(tensors[0].shape[1], sizes, dtype or tensors[0].dtype, heads)
 
 
 PieceParts = Sequence[Tensor]
-"""The tensors of one piece."""
 
 
 def tokens_first(sums: Tensor) -> Tensor:
@@ -176,8 +169,6 @@ class ByPushes:
 
 
 class ByEngine:
-    """Moves by plain collectives."""
-
     def __init__(
         self, problem: AttentionProblem, forth: Sequence[Piece], back: Sequence[Piece]
     ) -> None:

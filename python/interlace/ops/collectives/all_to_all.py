@@ -1,12 +1,9 @@
-"""Every rank sends a part to every rank: all_to_all with lists, all_to_all_single with split sizes.
-
-Collectives of parts that differ in length along a dim: ``*_v``.
+"""Every rank sends a part to every rank; and ``*_v``, collectives of parts that differ in length.
 
 A whole is one tensor, the parts of all ranks one after another along ``dim``, or a list with one tensor per
 rank. ``sizes`` are the lengths of the parts along ``dim``, by rank, the same on every rank that has the
-whole. None stands for the lengths of a list's tensors, or for equal lengths of one tensor. In the other
-dimensions all parts are equal in shape. Every rank's own tensor has the length that the whole gives it,
-which is compared between ranks before any data moves.
+whole. None stands for the lengths of a list's tensors, or for equal lengths of one tensor. Ranks compare
+the length of each part before any data moves.
 """
 
 import operator
@@ -86,7 +83,7 @@ def checked_all_to_all(
         "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
         written=True,
     )  # fmt: skip
-    expected = tuple(each.shape for each in outputs)
+    expected = tuple(output.shape for output in outputs)
     sent = tuple(each.shape for each in inputs)
     key = ("all_to_all", dtype, *expected, *sent)
     call = communicator.calls.get(key)

@@ -1,16 +1,7 @@
 """The launch side of the plain collectives: workspace layout, launches, order of signals.
 
-Two algorithms each, on the same interface in every place:
-
-``copy``    the copy engine and torch operators. A rank stages its tensor in its own workspace and
-            signals that it is ready; the others read it from there. Any dtype, any reduction.
-``kernel``  one Triton kernel that pushes, signals and sums. float32, float16, bfloat16.
-
-A third, :class:`BySwitch`, needs memory with a multicast address. Interpreted kernels can do without, as in
-place ``shm``: they reach the ranks one by one. Sums are in the switch's order, so those are taken only when
-asked for.
-
-All tensors here are flat and contiguous. Other reductions are ``reductions.fold``'s, in rank order.
+All tensors here are flat and contiguous. Reductions outside kernels are ``reductions.fold``'s, in rank
+order. ``stream_engine.py`` describes the algorithms.
 
 The one-shot collectives, whose words carry their flags, have a separate buffer, which no other op touches:
 it holds only words of older epochs. It is as large as the largest message so far needed. When it grows, it
@@ -154,7 +145,6 @@ def gather_made(
 
 
 def send_table(communicator: Communicator, rows: Sequence[int], chunk_size: int) -> Table:
-    """The table of this rank's sends in an all-gather."""
     rank, world_size = communicator.rank, communicator.world_size
     lines = communicator.table(
         ("sends", tuple(rows), chunk_size),
@@ -290,7 +280,6 @@ def fold_staged(
     output: torch.Tensor,
     reduction: str,
 ) -> None:
-    """Reduce what each rank has staged for this one at ``offset`` of its workspace."""
     wait_for_all(communicator, workspace, slots)
     parts = [
         workspace.data(source, offset, output.shape, output.dtype)
@@ -434,7 +423,7 @@ def all_reduce_kernel(
 
 @dataclass(frozen=True)
 class BySwitch:
-    """The collectives of a group, each one kernel."""
+    """The collectives of a group, each one kernel. Interpreted kernels reach the ranks one by one."""
 
     communicator: Communicator
     configuration: Configuration
@@ -478,7 +467,6 @@ class BySwitch:
         return self.communicator.enqueue(op, layout, body)
 
     def _parts(self, lengths: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """The table of parts of ``lengths``, and how many blocks they have."""
         block = self._block
         table = self.communicator.table(
             ("multimem parts", tuple(lengths), block, dtype),
@@ -489,7 +477,6 @@ class BySwitch:
     def all_gather(
         self, input: torch.Tensor, output: torch.Tensor, lengths: Sequence[int]
     ) -> Event:
-        """``output = concat(input of rank 0, 1, ...)``; ``lengths`` by rank."""
         table, blocks = self._parts(lengths, input.dtype)
         layout = Layout(blocks, formulas.multimem_bytes(lengths, input.element_size()))
         aligned = input if input.data_ptr() % VECTOR_BYTES == 0 else input.clone()
@@ -605,10 +592,7 @@ def run_words(
     more: dict[str, Any],
     blocks: int = 0,
 ) -> Event:
-    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``more``.
-
-    ``blocks``: of words, where a program does several.
-    """
+    """Enqueue ``programs`` of a ``kernel``, with arguments ``more``, for so many ``blocks`` of words."""
     place = communicator.place
     held = _words_of(communicator, blocks or programs)
     launch = KernelLaunch(
@@ -638,7 +622,6 @@ def run_words(
 def _run(
     communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, more: dict[str, Any]
 ) -> Event:
-    """A ``kernel`` for a message of ``units``."""
     about = {"units": units.numel(), "UNIT": units.element_size()}
     programs = -(-units.nbytes // (4 * BLOCK_WORDS))
     return run_words(communicator, op, kernel, programs, {**about, **more})
@@ -653,7 +636,6 @@ def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Te
 
 
 def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: bool) -> Event:
-    """``tensor`` = the sum or the average over ranks."""
     (units,) = in_units(tensor)
     arguments = {"input_ptr": units, "output_ptr": units, "DTYPE": NAMES[tensor.dtype]}
     kernel = low_latency.low_latency_all_reduce_kernel
@@ -661,7 +643,6 @@ def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: boo
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
-    """Overwrite ``tensor`` with ``root``'s."""
     (units,) = in_units(tensor)
     arguments = {"tensor_ptr": units, "root": root}
     kernel = low_latency.low_latency_broadcast_kernel

@@ -43,7 +43,6 @@ class Moves:
 
 
 def gather_moves(communicator: Communicator, rows: Sequence[int], size: int) -> Moves:
-    """Moves of an all-gather of ``rows`` by rank, in chunks of ``size`` rows."""
     rank, nodes = communicator.rank, communicator.nodes
     lines, slots = order.gather_moves(rank, nodes.of, rows, size)
     table = communicator.table(("node moves", tuple(rows), size), lambda: lines)
@@ -126,8 +125,8 @@ def all_gather(
 ) -> Event:
     """``output = concat(input of rank 0, 1, ...)``: flat uint8, ``lengths`` by rank, not all 0.
 
-    ``input`` may be its own part of ``output``, which is then not written. It is there ``after`` an op
-    for which the caller's stream does not wait.
+    ``input`` may be its own part of ``output``. It is there ``after`` an op for which the caller's stream
+    does not wait.
     """
     rank, block = communicator.rank, configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
@@ -229,7 +228,7 @@ def exchange(
     """``outputs[r]`` = part [own rank] of rank r's ``input``, but the own; of ``sizes[source][rank]``."""
     rank, nodes = communicator.rank, communicator.nodes
     lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
-    key = ("node exchange", tuple(tuple(each) for each in sizes))
+    key = ("node exchange", tuple(tuple(size) for size in sizes))
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
     layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)

@@ -1,8 +1,8 @@
 """Collectives of Python objects that can be pickled. They block; ``torch.distributed`` has the same names.
 
-Objects are pickled into bytes. Small ones are sent together with the comparison of the ranks' calls, which
-needs one meeting; larger ones are sent as uint8 tensors afterwards. As with torch, unpickling runs code:
-use these functions among ranks that trust each other.
+Small objects are sent together with the comparison of the ranks' calls, which needs one meeting; larger
+ones are sent as uint8 tensors afterwards. Unpickling runs code: use these functions among ranks that trust
+each other.
 """
 
 import pickle
@@ -56,7 +56,7 @@ def _gather_data(
 
     def start() -> Event | None:
         answers: list[bytes | int] = communicator.engine.agree(call)
-        lengths = [each if isinstance(each, int) else 0 for each in answers]
+        lengths = [answer if isinstance(answer, int) else 0 for answer in answers]
         outputs = [_room(communicator, length) for length in lengths if here]
         for each, output in zip(answers, outputs, strict=False):
             found.append(each if isinstance(each, bytes) else output)

@@ -4,15 +4,13 @@ Messages are not collective: a misuse raises on the rank that made it. Messages 
 to another arrive in the order they were sent.
 
 If length or dtype of a message and its receive differ, both ranks raise an error with the same text, and
-later messages are correct again. On the receiver the receive raises it. Between hosts the send raises it on
-the sender. On one host a send ends when its bytes have left the tensor, often before the receiver asks for
-them. There the error is raised by the sender's next wait for a send or receive of the group after the
-refusal has arrived, although that message has moved.
+later messages are correct again. Between hosts the send raises it on the sender. On one host a send ends
+when its bytes have left the tensor, often before the receiver asks for them. There the sender's next wait
+for a send or receive of the group after the refusal has arrived raises it, although that message has moved.
 
 In ``monitored_barrier`` every rank tells rank 0 that it has arrived, and waits until rank 0 answers that
-all have. The messages of both directions have a number for each monitored barrier of the group. So a rank
-that is late for one barrier does not count for the next. If a rank has not arrived, rank 0 tells the ranks
-that have.
+all have. The messages of both directions have a number for each monitored barrier of the group, so a rank
+that is late for one barrier does not count for the next.
 """
 
 import time
@@ -348,8 +346,7 @@ def _monitored_barrier(
 
 
 def _receive_token(communicator: Communicator, token: torch.Tensor, peer: int, tag: int) -> Work:
-    """Receive ``token``; fail early if ``peer`` cannot come because it waits for this rank in another
-    op."""
+    """Receive ``token``; fail early if ``peer`` waits for this rank in another op."""
     work = _irecv(communicator, token, peer, tag)
     vars(work._outcome)["early"] = True
     return work

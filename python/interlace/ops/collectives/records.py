@@ -14,11 +14,7 @@ permute         permute, back
 ==============  ==========================================================================================
 
 A part along another dimension than 0 is passed as a list of slices; the op gathers and scatters them.
-
-A reference gets the arguments of an op by rank, in the order of the group, and the group's size, and
-returns the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an
-all_to_all. Shapes, rounding and the order of sums are the same as in the ops. The references of other ops
-use the functions here, too.
+References have the shapes, the rounding and the order of sums of the ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,10 +53,7 @@ def _record(
     algorithms: Sequence[str] = (),
     **examples: Example,
 ) -> Op:
-    """Return a collective's record. ``arguments`` allocate and fill its output; ``gradient``: of its input.
-
-    Each of the ``algorithms`` but "copy" has a kernel.
-    """
+    """Return a collective's record. Each of the ``algorithms`` but "copy" has a kernel."""
 
     def start(communicator: Communicator, record: Any, out: Tensor | None = None) -> Started:
         try:
@@ -95,7 +88,7 @@ def _record(
         by_name,
         communicates={},
         reference=reference,
-        algorithms={each: _kernels(name, each) for each in algorithms},
+        algorithms={algorithm: _kernels(name, algorithm) for algorithm in algorithms},
         examples=examples,
     )
     OPS.append(op)
@@ -145,16 +138,12 @@ def _copies(tensor: Tensor, size: int) -> Outputs:
 
 
 def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
-    """Return ``tensor`` for ``root``, zeros for other ranks."""
     _check_root("dst", root, size)
     return [[tensor if rank == root else torch.zeros_like(tensor)] for rank in range(size)]
 
 
 def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
-    """Return a gradient that calls ``op`` on the output's gradient.
-
-    ``arguments``: names of the call's arguments, which ``op`` gets in this order; or "sum".
-    """
+    """Return a gradient that calls ``op`` on the output's gradient; ``arguments``: names, or "sum"."""
 
     def gradient(ctx: Any, grad: Tensor) -> Tensor:
         given = [ctx.call.get(name, name) for name in arguments]
@@ -162,9 +151,6 @@ def _calls(op: str, *arguments: str) -> Callable[[Any, Tensor], Tensor]:
         return part if ctx.input_dim else part.reshape(())
 
     return gradient
-
-
-# -- reductions --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,7 +197,6 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
 
 
 def reduce_all(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
-    """Return the reduction of all ranks' inputs, in their order."""
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     words.check_dtype(op, name, "input", inputs[0].dtype)
@@ -255,7 +240,6 @@ def _gradient_of_reduce_scatter(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def scatter_all(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
-    """Return the parts of the reduction, by rank."""
     shapes.scattered_tensor(inputs[0], dim, size)  # raises if the size does not divide
     return _slices(reduce_all("reduce_scatter", inputs, reduce_op), dim, size)
 
@@ -306,9 +290,6 @@ REDUCE = _record(
 )
 
 
-# -- gathers and scatters ----------------------------------------------------------------------
-
-
 @dataclass
 class AllGatherArguments:
     input: Tensor
@@ -326,7 +307,6 @@ class AllGatherArguments:
 
 
 def gather_all(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
-    """Concatenate all ranks' inputs along ``dim``."""
     alike(op, "input", inputs)
     whole = shapes.gathered_tensor(inputs[0], dim, size)
     for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
@@ -406,9 +386,6 @@ def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
 SCATTER = _record(
     "scatter", ScatterArguments, _calls("gather", "src", "scatter_dim"), _scatter_on_all
 )
-
-
-# -- other moves -------------------------------------------------------------------------------
 
 
 @dataclass

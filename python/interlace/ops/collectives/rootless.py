@@ -123,9 +123,9 @@ def _checked_sparse(
 ) -> PreparedCall:
     """All-reduce sparse COO tensors: every rank gets all entries, and sums them by index in rank order.
 
-    A rank first sums its own entries, so this moves world_size times the entries of one rank. For tensors
-    with few entries, such as the gradients of embeddings, this is less than the dense tensor. Narrow floats
-    are summed in fp32, whole numbers in int64, and rounded to the tensor's dtype once, as by the dense op.
+    This moves world_size times the entries of one rank, which is less than the dense tensor if entries are
+    few, as in the gradients of embeddings. Narrow floats are summed in fp32, whole numbers in int64, and
+    rounded to the tensor's dtype once, as by the dense op.
     """
     engine, place = communicator.engine, communicator.place
     if tensor.layout is not torch.sparse_coo:
@@ -451,7 +451,7 @@ def _read_first(
 ) -> PreparedCall:
     """Return ``prepared`` for tensors reduced in place; for copies if two share memory, as torch has it."""
     _, outputs, _ = prepared
-    tensors = [checks.import_array("tensors", each) for each in outputs]
+    tensors = [checks.import_array("tensors", output) for output in outputs]
     if disjoint(tensors):
         return prepared
     copies = [torch.empty_like(each) for each in tensors]

@@ -1,10 +1,7 @@
 """The collectives on a rank's streams: copies, signals and torch operators, or one Triton kernel.
 
-:class:`StreamEngine` is for ranks of one node. Two algorithms do nearly all::
-
-    pull      every rank stages what others need in its own workspace and signals; they take it
-    staged    as pull, but what is taken is reduced: ``fold`` over the workspaces, in rank order
-    reduction
+:class:`StreamEngine` is for ranks of one node. With "copy" each rank does this, and folds what is reduced
+over the workspaces, in rank order.
 
 ================  ======================================  ==================================
 op                a rank stages                           a rank takes
@@ -24,19 +21,8 @@ those lie. Where lengths differ between ranks a second message tells them, becau
 workspaces of the same size and readers must know the source's layout.
 
 In places whose ranks have no direct access to each other's memory, ``cost.choose_collective`` says which
-ops one Triton kernel does instead. The term ``algorithm`` of a call, if it is not "auto", says it:
-
-===============  ======================================================================================
-"kernel"         one Triton kernel that pushes; sums and averages of the dtypes that Triton has
-"copy"           the copy engine and torch operators; every op and dtype
-"multimem"       one Triton kernel that lets the switch send to all ranks, and sum; "sum" of the same
-                 dtypes, in an order of the switch's own. Needs memory with a multicast address
-"low_latency"    one Triton kernel whose words carry their own flags, for up to 64 KiB a rank. Moves any
-                 dtype, sums and averages those that Triton has; equal shards
-===============  ======================================================================================
-
-All run on a rank's streams, in every place, also where the group's own engine uses none; the last two need
-all ranks on one node.
+ops one Triton kernel does instead. docs/reference/collectives.md has all algorithms. They run on a rank's
+streams, in every place, also where the group's own engine uses none.
 
 :class:`HierarchicalEngine` is for ranks of several nodes: the fast link within a node, puts between nodes.
 
@@ -156,10 +142,7 @@ class StreamEngine(Engine):
         small: int | None = None,
         reduction: str | None = None,
     ) -> str:
-        """The kernel to run, or "copy"; raises if the one that ``call`` names cannot do it.
-
-        ``small``: bytes for a low-latency one. ``reduction``: if any.
-        """
+        """The kernel to run, or "copy"; raises if it cannot. ``small``: bytes for a low-latency one."""
         place, multicast = self._communicator.place, self._communicator.arena.multicast
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)
@@ -195,8 +178,6 @@ class StreamEngine(Engine):
         place.depart()
         return None
 
-    # -- moving --------------------------------------------------------------------------------
-
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         (giver, taker, alike), rank, communicator = sides, self.rank, self._communicator
         gives, takes = self.cut(gives), self.cut(takes)
@@ -216,8 +197,8 @@ class StreamEngine(Engine):
                 return low_latency.broadcast(communicator, tensor, giver)
             starts = [[0, tensor.nbytes]] * self.world_size
         else:
-            sizes = self._everyones(call.op, [each.nbytes for each in gives])
-            starts = [_starts(each) for each in sizes]
+            sizes = self._everyones(call.op, [give.nbytes for give in gives])
+            starts = [_starts(size) for size in sizes]
         name_algorithm("copy")
         give_index, take_index = 0 if alike else rank, rank if giver == ALL else 0
         keep = bool(gives and takes) and _same(takes[take_index], gives[give_index])
@@ -239,7 +220,7 @@ class StreamEngine(Engine):
             for source in sources
             if takes and not (source == rank and keep)
         ]
-        nbytes = max(each[-1] for each in starts)
+        nbytes = max(start[-1] for start in starts)
         return algorithms.pull(communicator, call.op, nbytes, staged, taken)
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
@@ -253,8 +234,6 @@ class StreamEngine(Engine):
         return algorithms.all_gather_copy(
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
-
-    # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
@@ -299,8 +278,8 @@ def _gather_by_kernel(
 ) -> Event:
     """An all_gather of at least one element; ``algorithm`` names the kernel.
 
-    Kernels want one flat tensor. Tensors that are neighbours in one storage are that already, which is how
-    the API cuts a tensor into parts; others are copied.
+    Kernels want one flat tensor. Tensors that are neighbours in one storage are that already; others are
+    copied.
     """
     lengths = [output.numel() for output in outputs]
     if algorithm == "low_latency":
@@ -331,9 +310,8 @@ def _scatter_by_kernel(
         _refuse("reduce_scatter", "every rank has all sums in the end; use all_reduce")
     whole = neighbours(inputs)
     own_input = inputs[communicator.rank]
-    in_place = (
-        output.data_ptr() == own_input.data_ptr()
-    )  # a block is read before its sum is written
+    # a block is read before its sum is written
+    in_place = output.data_ptr() == own_input.data_ptr()
     if whole is None or (overlap(output, whole) and not in_place):
         whole = torch.cat([part.view(-1) for part in inputs])
     config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)

@@ -1,8 +1,4 @@
-"""The functions for experts: rows go to their experts, are multiplied by weights, and return.
-
-The low-latency forms, for decoding, have fixed places for results, which are known before any row arrives.
-Rows may travel as fp8, with a scale for each token and 128 channels.
-"""
+"""The functions for experts: rows go to their experts, are multiplied by weights, and return."""
 
 from __future__ import annotations
 
@@ -75,8 +71,7 @@ def dispatch(
 ) -> tuple[Received, DispatchHandle] | Work:
     """Send every token to the ranks that have its experts, and sort the rows there by expert.
 
-    Rank r has the experts from ``r * num_experts / W`` on. A token with several
-    experts on one rank travels there once.
+    Rank r has the experts from ``r * num_experts / W`` on. A token travels once to each rank.
 
     Parameters
     ----------
@@ -105,10 +100,7 @@ def dispatch(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
     data moves. Gradients go to ``x`` and ``topk_weights``.
 
-    Compared with DeepEP's ``Buffer.dispatch`` and torch's ``symm_mem.all_to_all_vdev_2d``: like DeepEP it
-    takes ``topk_idx`` and sends a token once per rank. Like ``all_to_all_vdev_2d`` it returns a row per
-    expert, sorted by expert and not in the order of sources. There is no buffer to allocate, and no layout
-    to compute first. The order does not depend on timing.
+    Semantics: DeepEP's ``Buffer.dispatch``, with the order of torch's ``symm_mem.all_to_all_vdev_2d``.
 
     >>> def on_rank():
     ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * interlace.get_rank()
@@ -185,10 +177,8 @@ def combine(
     the sum over slots 0, 1, 2 ... in fp32, rounded once. A token without any row is 0. Raises ValueError or
     TypeError on every rank, before any data moves. Gradients go to ``y`` and ``topk_weights``.
 
-    Compared with DeepEP's ``Buffer.combine``: DeepEP sums over a rank's experts before rows travel, so bits
-    depend on where experts are, and it leaves weights to the caller (``weighted=False``, and multiply by
-    ``received.topk_weights``). Megatron's dispatcher (``unpermute``) gives the same sums in the order of
-    experts.
+    Semantics: DeepEP's ``Buffer.combine``, which leaves weights to the caller: for that pass
+    ``weighted=False``, and multiply by ``received.topk_weights``.
 
     >>> def on_rank():
     ...     weights = torch.tensor([[0.5, 0.25]])
@@ -304,11 +294,9 @@ def low_latency_dispatch(
     Raises ValueError or TypeError on every rank, before any data moves. Gradients as for
     :func:`interlace.experts.dispatch`, without ``use_fp8``.
 
-    Compared with DeepEP's ``Buffer.low_latency_dispatch``: the same arguments and shapes; ``packed_recv_x``
-    and ``packed_recv_count`` are ``received.x`` (with ``received.scales``) and
-    ``received.num_tokens_per_expert``. Rows are in the order of source ranks and not of arrival, a token
-    travels once to each rank, and there is no hook: the two kernels follow each other on the group's
-    stream.
+    Semantics: DeepEP's ``Buffer.low_latency_dispatch``; its ``packed_recv_x`` and ``packed_recv_count`` are
+    ``received.x`` (with ``received.scales``) and ``received.num_tokens_per_expert``. Rows are in the order
+    of source ranks, and there is no hook.
 
     >>> def on_rank():
     ...     x, experts = torch.full((1, 128), 1.0 + interlace.get_rank()), torch.tensor([[0, 1]])
@@ -341,7 +329,7 @@ def low_latency_combine(
     moves, also if ``topk_idx`` differs from the dispatch's. On a GPU the host compares only its shape; rows
     return by the dispatch's.
 
-    Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
+    Semantics: DeepEP's ``Buffer.low_latency_combine``.
 
     >>> def on_rank():
     ...     x, experts, weights = torch.ones(1, 2), torch.tensor([[0, 1]]), torch.tensor([[1.0, 3.0]])
@@ -564,9 +552,7 @@ def grouped_matmul_combine(
     data moves. Gradients go to ``input``, ``weight``, ``bias`` and ``topk_weights``; the rows' gradients
     travel and are multiplied by :func:`all_to_all_grouped_matmul`.
 
-    Compared with DeepEP's ``combine`` after ``torch._grouped_mm``, which are two kernels, and
-    Megatron-core's all-to-all dispatcher (``token_unpermutation``): the same sums. Triton-distributed fuses
-    the same two, and adds by arrival.
+    Semantics: ``torch._grouped_mm``, then DeepEP's ``combine``.
 
     >>> def layer():
     ...     rank = interlace.get_rank()

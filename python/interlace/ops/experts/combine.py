@@ -4,8 +4,8 @@
 ``pipelined``  rows are copied directly into the workspace of their home, rank by rank; torch sums
 ``unfused``    rows sorted by home, an all-to-all, torch sums; many nodes
 
-The last two take any dtype, and need counts on the host. With a bound of tokens (``dispatch.py``) the fused
-one needs no count on the host, and uses a plan.
+The last two take any dtype, and need counts on the host. With a bound of tokens the fused one needs none,
+and uses a plan.
 
 Gradients: for the rows, a dispatch of the tokens' gradients, times their weights; for a weight, its row
 times the gradient of its token.
@@ -115,8 +115,6 @@ class Home:
         return slot_rows(configuration, itemsize, topk, experts, weighted=weighted)
 
     def sum_rows(self, communicator: Communicator, home: Tensor) -> None:
-        """Sum the arrived rows with torch."""
-
         def sums() -> None:
             sum_slots(home, self.inverse, self.weights, self.output)
 
@@ -225,10 +223,7 @@ def pipelined_home(
 def _prepare(
     communicator: Communicator, record: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: from :func:`results_of`. Without them the result is the sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     routing = record.routing
     rows = checks.tensor("y", record.input, communicator)
     checks.float_dtype("y", rows.dtype)
@@ -281,8 +276,6 @@ def _on_device(
     outputs: list[Tensor] | None,
     routing: Routing,
 ) -> PreparedCall:
-    """Run the kernel; counts stay on the device."""
-
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
         most, _ = agreed(communicator, COMBINE, routing, inverse.shape, terms)
@@ -403,7 +396,7 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
     """Return the gradient of an op's sums; raise for a gradient of home rows, which is not supported."""
-    if any(each is not None for each in grads[1:]):
+    if any(grad is not None for grad in grads[1:]):
         raise RuntimeError(
             f"interlace's {op} has no gradients of the rows that it brings home, and so no second ones of "
             "topk_weights"
@@ -412,10 +405,7 @@ def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of each slot's weight: its home row times its token's gradient, at least fp32.
-
-    ``home``: from :func:`home_rows`.
-    """
+    """Return the gradient of each slot's weight: its home row times its token's gradient, at least fp32."""
     wide = torch.promote_types(weights.dtype, torch.float32)
     rows = complete(home)[inverse.clamp(min=0)].to(wide)
     product = torch.einsum("tkn,tn->tk", rows, grad.to(wide))
@@ -447,8 +437,8 @@ def returned(
             )
         outputs = results_of(rows[rank], record.topk_idx, record.return_rows)
         sum_slots(home, inverse, record.topk_weights, outputs[0])
-        for each in outputs[1:]:
-            each.copy_(as_many(home, len(each)))
+        for output in outputs[1:]:
+            output.copy_(as_many(home, len(output)))
         results.append(outputs)
     return results
 
@@ -457,7 +447,7 @@ def reference(ranks: Sequence[CombineArguments], size: int) -> list[list[Tensor]
     rows, routing = by_rank.inputs(ranks), ranks[0].routing
     by_rank.alike(COMBINE, "y", rows, but=0)
     check_spread(routing, size)
-    return returned(COMBINE, ranks, routing, rows, [each.segments for each in ranks])
+    return returned(COMBINE, ranks, routing, rows, [rank.segments for rank in ranks])
 
 
 GRADIENT = OpGradient(save, backward)

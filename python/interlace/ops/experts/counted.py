@@ -2,9 +2,8 @@
 
 Order of rows, checks and agreement are the same as in ``grouped.py``. But results have the length for the
 worst case, device memory holds the number of a rank's rows, and no message depends on the rank. So the
-fused algorithm, one Triton kernel (``kernels/experts/grouped_matmul.py``), can use a plan, and needs no
-count on the host. torch makes its tables on the device, from the rank's own counts alone. The other
-algorithms read counts on the host; they are those in ``grouped.py``.
+fused algorithm can use a plan. torch makes its tables on the device, from the rank's own counts alone. The
+other algorithms read counts on the host; they are those in ``grouped.py``.
 
 Legend: W ranks with E experts each; ``splits``, int64 ``[W * E]``: this rank's rows by expert.
 """
@@ -259,8 +258,6 @@ def _on_device(
     format: str,
     terms: Terms,
 ) -> PreparedCall:
-    """Run the kernel; counts stay on the device."""
-
     def start() -> Outcome:
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
         name_algorithm("fused")

@@ -6,10 +6,9 @@
 ``unfused``    an all-to-all of rows, then a sort by expert; many nodes
 
 The last two move a row per slot, and need counts on the host. All take any dtype. With a bound of tokens
-torch computes the fused algorithm's routes on the device, and the rest may use a plan.
-
-With a bound the result has room for the worst case. Without it (0) the result has the exact length, which
-a graph learns when it runs. The gradient of the rows is a combine of the rows' gradients.
+torch computes the fused algorithm's routes on the device, the rest may use a plan, and the result has room
+for the worst case. Without it (0) the result has the exact length, which a graph learns when it runs. The
+gradient of the rows is a combine of the rows' gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +114,6 @@ def slot_rows(
 def row_moves(
     communicator: Communicator, op: str, rows: Tensor, most: int, slots: int, routing: Routing
 ) -> tuple[Bounds, Configuration]:
-    """Return bounds and launch of kernels that move ``rows``, for ``most`` tokens of ``slots`` slots."""
     bounds = Bounds(
         most, senders_of(communicator, op), routing.expert_rows(communicator.world_size)
     )
@@ -212,7 +210,6 @@ class Dispatch:
         offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
 
         def rows_at(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
-            """Return the rows of ``source`` in the workspace of ``peer``."""
             width = parts[part][0].shape[1]
             begin = offsets[part] + int(begins[source, peer]) * width
             return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)
@@ -323,11 +320,7 @@ def exchanged_rows(
 def _prepare(
     communicator: Communicator, record: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: rows, scales if any, weights if any, segments, if the caller has allocated them with
-    :func:`results`.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     scales, routing = record.scales, record.routing
     x = checks.tensor("x", record.input, communicator)
     if x.dtype not in MOVED_DTYPES:
@@ -508,8 +501,8 @@ def results(record: DispatchArguments, size: int, rows: Any = None) -> list[Tens
     if record.topk_weights is not None:
         tensors.append(record.topk_weights.new_empty(rows, dtype=torch.float32))
     if routing.max_tokens:
-        for each in tensors:
-            (each if each.element_size() > 1 else each.view(torch.uint8)).zero_()
+        for tensor in tensors:
+            (tensor if tensor.element_size() > 1 else tensor.view(torch.uint8)).zero_()
     segments = routing.num_experts // size, size, 3
     return [*tensors, idx.new_empty(segments, dtype=torch.int64)]
 
@@ -566,7 +559,7 @@ def _by_expert_of_all(record: DispatchArguments, assignment: Assignment) -> list
     slots = assignment.slots(int(assignment.counts.sum()))
     tokens = slots // record.topk_idx.shape[1]
     matrices = [each.contiguous() for each in (record.input, record.scales) if each is not None]
-    found = [bytes_of_rows(each)[tokens].view(each.dtype) for each in matrices]
+    found = [bytes_of_rows(matrix)[tokens].view(matrix.dtype) for matrix in matrices]
     if record.topk_weights is not None:
         found.append(record.topk_weights.reshape(-1)[slots])
     return found

@@ -1,29 +1,12 @@
 """The fused ops of a mixture of experts: a collective of rows, then a matmul for each expert.
 
-Order of rows
--------------
-Before, on every rank: sorted by expert. ``input_splits[e]`` rows are for expert e, of all E experts of the
-group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that goes to
-k experts is there k times.
+docs/reference/expert-rows.md has the order of rows before and after, algorithms and gradients. The order
+does not depend on the algorithm, nor on timing. Expert e belongs to rank ``e // (E / W)`` where experts are
+spread over ranks. ``splits[e][s]`` rows of the result belong to the rank's expert e and come from rank s.
 
-After: by expert, then by source rank, then in the source's order. ``splits[e][s]`` rows of the result
-belong to the rank's expert e and come from rank s. This is the order of torch's
-``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
-(Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
-
-The message in which ranks compare a call (``ops/op/op.py``) also carries every rank's splits. Both ops
-share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get the
-numbers of rows on both sides as lists of ints, so their results are known before they run.
-
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
-``unfused``    the collective, then a matmul per expert; any dtype
-
-Gradients: for the rows, the outputs' gradients times their experts' weights are moved back. This is an
-all_to_all, or a reduce-scatter of gathered rows (ranks with fewer rows are filled with zeros). For a
-weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the collective
-follows them. With a format their factors are quantised: for a weight, in blocks along the expert's rows,
-which are received again as floats.
+The message in which ranks compare a call also carries every rank's splits. Both ops share the code: the
+:class:`Routes` are different for all-gather and all-to-all. The torch ops get the numbers of rows on both
+sides as lists of ints, so their results are known before they run.
 """
 
 import functools
@@ -104,7 +87,7 @@ class Routes:
     @cached_property
     def firsts(self) -> list[list[int]]:
         """The first rows of experts, by source and expert; the number of all rows last."""
-        return [list(prefix_sums(each)) for each in self.counts]
+        return [list(prefix_sums(count)) for count in self.counts]
 
     def block(self, source: int, rank: int) -> tuple[int, int]:
         """Return the rows of ``source`` that go to ``rank``: (first, rows)."""
@@ -121,7 +104,7 @@ class Routes:
 
     @cached_property
     def longest(self) -> int:
-        return max(max(each) for each in self.counts)
+        return max(max(count) for count in self.counts)
 
     @cached_property
     def _splits(self) -> tuple[int, list[int], int]:
@@ -316,7 +299,6 @@ def check(communicator: Communicator, record: GroupedArguments) -> GroupedArgume
 
 
 def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
-    """Return ``call`` with its splits as ints, if they fit its tensors."""
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
     sent = row_counts("input_splits", call.input_splits)
@@ -433,7 +415,6 @@ def expert_operands(
 
 
 def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Linear:
-    """Return the product of one expert; ``output``: its destination, if it is not the common one."""
     bias = None if linear.bias is None else linear.bias[expert]
     to = linear.output if output is None else output
     return replace(linear, weight=linear.weight[expert], bias=bias, output=to)
@@ -632,12 +613,11 @@ class RowSplits(NamedTuple):
     def unequal(self) -> list[int] | None:
         """Return the rows of each source, if they are known and unequal."""
         lengths = self.from_ranks
-        known = all(isinstance(each, int) for each in lengths)
+        known = all(isinstance(length, int) for length in lengths)
         return lengths if known and min(lengths) != max(lengths) else None
 
     @property
     def of_experts(self) -> list[Any]:
-        """Return the rows that each expert of this rank multiplies."""
         return _sums(self.received, self.sources)
 
     @property
@@ -649,18 +629,15 @@ class RowSplits(NamedTuple):
         return [sum(self.received[source :: self.sources]) for source in range(self.sources)]
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (expert, source) to (source, expert)."""
         return _transpose(torch.split(rows, self.received), self.sources)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (source, expert) to (expert, source)."""
         sources = range(self.sources)
         lengths = [each for source in sources for each in self.received[source :: len(sources)]]
         return _transpose(torch.split(rows, lengths), self.experts)
 
 
 def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
-    """Return sums of ``count`` lengths each."""
     return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
@@ -733,7 +710,6 @@ def multiply_by_expert(
     where: Iterable[slice],
     format: str = "",
 ) -> None:
-    """Fill ``output``: multiply each expert's rows, the slices ``where``, by its weight."""
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert

@@ -1,14 +1,13 @@
 """Grouped matmul + combine: the rows of experts are multiplied, return home, and are summed by token.
 
-The counterpart of ``all_to_all_grouped_matmul`` and of a dispatch (``routing.py``): rows have the order of
-their results.
+Rows have the order of the results of ``all_to_all_grouped_matmul`` and of a dispatch (``routing.py``).
 
 ``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/combine.py``)
 ``pipelined``  a torch matmul for each home and expert, directly into the home's workspace
 ``unfused``    a torch matmul per expert, then a combine; any dtype, many nodes
 
 The last two, and calls with splits, know the routing on the host. After a dispatch with a bound of tokens
-the kernel reads it on the device, uses a plan, and needs no count on the host.
+the kernel reads it on the device, and uses a plan.
 
 There are two ops. With splits, the gradients of the tokens travel and are multiplied by
 ``all_to_all_grouped_matmul``. With the segments of a dispatch ("routed"), a graph need not know any number
@@ -244,11 +243,7 @@ class GroupedMatmulCombine:
 def _prepare(
     communicator: Communicator, record: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
-
-    ``outputs``: from :func:`interlace.ops.experts.combine.results_of`; without them the result is the
-    sums.
-    """
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = check(communicator, record)
     if isinstance(record, GroupedCombineArguments):
         splits = checked_splits(communicator, call, record.splits)
@@ -288,7 +283,6 @@ def _routing_of(record: _Arguments, each: int, world_size: int) -> Routing:
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
-    """Return ``splits`` as ints, if they fit the rows."""
     found = received_counts("splits", splits, call.weight.shape[0], communicator.world_size)
     if sum(found) != call.input.shape[0]:
         raise ValueError(f"splits adds up to {sum(found)}, input has {call.input.shape[0]} rows")
@@ -571,7 +565,6 @@ def _of_tokens(record: RoutedGradientArguments) -> DispatchArguments:
 
 
 def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(record.input.dtype), record.input.shape[0])
@@ -583,7 +576,7 @@ def _gradients(record: RoutedGradientArguments, rows: Tensor, *weights: Tensor) 
 
 
 def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
-    first, factors = ranks[0], [each.weight for each in ranks]
+    first, factors = ranks[0], [rank.weight for rank in ranks]
     by_rank.alike(OP, "input", by_rank.inputs(ranks), but=0)
     by_rank.alike(OP, "weight", factors)
     checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
@@ -601,13 +594,13 @@ def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
 def _segments(ranks: Sequence[Any], experts: int) -> list[Tensor]:
     """Return the segments of each rank's experts, from its dispatch or its splits."""
     if isinstance(ranks[0], RoutedCombineArguments):
-        return [each.segments for each in ranks]
-    counts = _counts([list(each.splits) for each in ranks], experts)
+        return [rank.segments for rank in ranks]
+    counts = _counts([list(rank.splits) for rank in ranks], experts)
     return [known_segments(counts, rank, experts) for rank in range(len(ranks))]
 
 
 def backward_reference(ranks: Sequence[RoutedGradientArguments], size: int) -> list[list[Tensor]]:
-    dispatched_of = dispatch.reference([_of_tokens(each) for each in ranks], size)
+    dispatched_of = dispatch.reference([_of_tokens(rank) for rank in ranks], size)
     return [
         _gradients(each, *dispatched[:-1])
         for each, dispatched in zip(ranks, dispatched_of, strict=True)

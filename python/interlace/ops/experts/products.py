@@ -152,8 +152,8 @@ _multiply_backward.register_fake(
 def grouped_on_device(*tensors: Tensor) -> bool:
     """Return whether torch has a grouped matmul for these that reads its counts on the device."""
     return all(
-        each.is_cuda
-        and each.dtype is torch.bfloat16
-        and all(stride == 1 or not 2 * stride % ALIGNED for stride in each.stride())
-        for each in tensors
+        tensor.is_cuda
+        and tensor.dtype is torch.bfloat16
+        and all(stride == 1 or not 2 * stride % ALIGNED for stride in tensor.stride())
+        for tensor in tensors
     )

@@ -1,7 +1,5 @@
 """Routing in a mixture of experts: from a rank's choice of experts to the results of a dispatch.
 
-Order of rows
--------------
 T tokens have k slots each; ``topk_idx[t, j]`` is the expert of slot j, below 0 for none. A *row* is a token
 in a slot that has an expert. Home rows are sorted by expert, then by token and slot. ``capacity`` bounds
 the rows that a rank sends to one expert; the slots of later rows count as empty.
@@ -51,8 +49,7 @@ class SentTokens(NamedTuple):
 
 
 def by_expert(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by slot: the expert (``experts`` for none), the order by expert, the position in an
-    expert."""
+    """Return, by slot: the expert (``experts`` for none), the order by expert, the position in one."""
     # slots without an expert come last
     key = torch.where((flat < 0) | (flat >= experts), experts, flat)
     order = torch.argsort(key, stable=True)
@@ -91,7 +88,6 @@ class Assignment:
 
     @cached_property
     def counts(self) -> Tensor:
-        """Rows of each expert of the group."""
         key, valid = self._sort[0], (self.position.view(-1) >= 0).to(torch.int64)
         return valid.new_zeros(self.experts + 1).scatter_add_(0, key, valid)[: self.experts]
 
@@ -150,10 +146,7 @@ def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows:
 
 @dataclass(frozen=True)
 class HostRoutes:
-    """Routes of rows that the host knows. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
-
-    ``expert_rows``: see :class:`Bounds`.
-    """
+    """Routes of rows that the host knows. ``counts``: ``[W, experts]`` of all ranks, on the CPU."""
 
     assignment: Assignment
     counts: Tensor
@@ -279,8 +272,7 @@ def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[An
 
 
 def routing_for(handle: DispatchHandle, topk_idx: Any) -> "Routing":
-    """Return the dispatch's routing; its bound allows as many rows if tokens have other numbers of
-    slots."""
+    """Return the dispatch's routing; tokens with other numbers of slots get a bound of as many rows."""
     routing = handle.routing
     if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or not topk_idx.shape[1]:
         return routing  # the caller refuses such a topk_idx
@@ -309,8 +301,8 @@ class Routing(NamedTuple):
     """The options of a dispatch, which its combine needs, too.
 
     ``capacity``: the most rows that a rank may send to one expert, 0 for no bound. ``max_tokens``: a bound
-    of every rank's tokens, which makes results as long as the worst case; 0: the exact length. ``packed``:
-    each expert's rows begin where the most rows of the previous one would end.
+    of every rank's tokens, 0 for results of the exact length. ``packed``: each expert's rows begin where
+    the most rows of the previous one would end.
     """
 
     num_experts: int
@@ -436,8 +428,7 @@ def agreed(
     terms: Terms,
     counts: Tensor | None = None,
 ) -> tuple[int, Tensor | None]:
-    """Return the most tokens of a rank, or a bound of them, and all ranks' counts; raise on all ranks
-    alike.
+    """Return the most tokens of a rank, or a bound, and all ranks' counts; raise on all ranks alike.
 
     ``shape``: the shape of ``topk_idx``. ``counts``: this rank's rows by expert, if the host needs all
     ranks' counts. Without them, and with a bound of tokens, a rank sends no data of its own and waits for

@@ -241,11 +241,7 @@ def all_reduce_norm(
     residual : has the shape and dtype of ``input``. ``residual``, ``bias`` ``(n,)`` and the vectors of
         ``norm`` must be the same on all ranks. This is not checked: the algorithm decides which rank's
         values are used.
-    quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
-        1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value divided by
-        448, and at least 1e-12. "fp8_static": the normed rows as float8_e4m3fn, without scales; divide the
-        norm's weight by a known scale first. A block-scaled format, such as "mxfp8" or "nvfp4": as for
-        :func:`matmul_reduce_scatter`.
+    quantize : as for :func:`matmul_reduce_scatter`.
     reduce_op : "sum" or "avg".
     algorithm : "fused" is one Triton kernel; for more than 256 KiB it has two steps: every rank norms a
         part of the rows, then all ranks gather the parts. "pipelined" uses torch's operators, also in
@@ -259,11 +255,8 @@ def all_reduce_norm(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
     Semantics: ``torch.distributed.all_reduce``, an addition, ``torch.nn.functional.rms_norm`` or
-    ``layer_norm``; torch rounds after each of them, and "unfused" rounds after the all-reduce. Similar to
-    vLLM's fused all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
-    ``all_reduce_bias_rms_norm``. The differences: nothing is in place, h is a new tensor. Sums do not
-    depend on the order of arrival. A row's largest value is taken from its fp32 norm. The norm may be a
-    ``LayerNorm``. There are gradients. Scales of blocks are not swizzled.
+    ``layer_norm``; torch rounds after each of them, and "unfused" rounds after the all-reduce. Nothing is
+    in place: h is a new tensor. Gradients are recorded. A row's largest value comes from its fp32 norm.
 
     >>> def normed():
     ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
@@ -311,9 +304,7 @@ def reduce_scatter_norm(
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
     Semantics: ``torch.distributed.reduce_scatter_tensor``, an addition, ``torch.nn.functional.rms_norm`` or
-    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``. Similar to the reduce-scatter + norm +
-    all-gather of vLLM's sequence parallelism and FlashInfer's two-shot ``trtllm_allreduce_fusion``. The
-    differences are those in :func:`all_reduce_norm`.
+    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``.
 
     >>> def normed():
     ...     h = torch.full((2, 2), 1.0 + interlace.get_rank())
@@ -390,8 +381,7 @@ def _recorded_gather(
 def _recorded_reduction(
     communicator: Communicator, given: ReductionArguments, async_op: bool
 ) -> Any:
-    """Run the reduction with gradients. If there is an activation, torch applies it and the norm after it,
-    as the activation's gradient needs its input."""
+    """Run the reduction with gradients. torch applies an activation and then the norm."""
     terms: Terms = ()
     plain = dataclasses.replace(given, activation=None)
     with communicator.accepting(given.op):
@@ -428,7 +418,6 @@ def _recorded_reduction(
 
 
 def _norm_by_torch(communicator: Communicator, record: ReductionArguments, total: Tensor) -> Any:
-    """Norm, with torch, a reduction to which an activation was applied."""
     total = total if record.residual is None else total + record.residual
     normed = unrounded_norm(total, norms.norm_of(record)).to(total.dtype)
     if record.gather_normed:

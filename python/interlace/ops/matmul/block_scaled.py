@@ -1,9 +1,7 @@
 """Fused ops on block-scaled operands: the plain ops, on rows that contain their scales.
 
-A matrix in a block-scaled format is packed as bytes: each row's values, then its scales, see
-``formats.py``. So rows and their scales move together under one signal, and an op has only one more
-argument, ``format``. Scales are not swizzled, so shards may have any length. A row is padded to a multiple
-of 128 numbers, and to a multiple of 16 bytes.
+A matrix is packed as bytes: each row's values, then its scales (docs/reference/formats.md). So rows and
+their scales move together under one signal, and an op has only one more argument, ``format``.
 
 Float operands are quantised by the op, in the requested format; then the op has a gradient. With an input
 x, a weight w and the gradient dy of their product, three matmuls have six operands, each in blocks along
@@ -111,7 +109,6 @@ def with_format(op: Op) -> Op:
 
 
 def op_of(name: str, format: str) -> Op:
-    """Return the op of that name; with a format, the op for block-scaled operands."""
     op: Op = OPS[name]
     return with_format(op) if format else op
 
@@ -159,15 +156,14 @@ def _packed_example(make: Example, weight: bool) -> Example:
 
 
 def are_scaled(*operands: object) -> bool:
-    """Return whether any of these is a :class:`Scaled`."""
-    return any(isinstance(each, Scaled) for each in operands)
+    return any(isinstance(operand, Scaled) for operand in operands)
 
 
 def format_of(values: Any, scales: Any, inner: int) -> str:
     """Return the format of tensors for ``torch.nn.functional.scaled_mm``, or "" without blocks.
 
-    The dtypes decide, and the shape of float32 scales: one for all numbers, or one for each row or column,
-    is not a block scale. With k <= 128 such a scale is also a block's scale, with the same meaning.
+    One float32 scale for all numbers, or for each row or column, is not a block scale. With k <= 128 it is
+    also a block's scale, with the same meaning.
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return ""
@@ -188,7 +184,6 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
 
 
 def _swizzled_sizes(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the rows and blocks of a matrix, and the number of its swizzled scales of ``dtype``."""
     kind = FORMATS["nvfp4"] if dtype == E4M3 else FORMATS["mxfp8"]
     packed = 1 if matrix.dtype in (E4M3, E5M2) else 2
     *leading, length = matrix.shape
@@ -255,7 +250,6 @@ def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scal
 
 
 def name_of(index: int, several: bool) -> str:
-    """Return the name of an operand: the input is the first."""
     if not index:
         return "input"
     return f"weight[{index - 1}]" if several else "weight"
@@ -263,7 +257,6 @@ def name_of(index: int, several: bool) -> str:
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Return a context in which errors name their operand."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -293,9 +286,8 @@ def run_packed(
 ) -> Any:
     """Call ``run(communicator, given, async_op)`` with packed operands. Ranks also compare k.
 
-    ``record``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
-    stay as they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered
-    input. Raises ValueError or TypeError on all ranks if an operand is wrong.
+    ``record``: of a call of ``op`` on block-scaled operands, or on floats with a format. Floats stay as
+    they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered input.
     """
     with communicator.accepting(op):
         packed_call = pack(record, check_scales=True)
@@ -312,7 +304,6 @@ def are_formatted(record: Any) -> bool:
 
 
 def learns(record: Any) -> bool:
-    """Return whether autograd must record a call with this record."""
     return requires_gradients(*vars(record).values())
 
 
@@ -389,10 +380,7 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
 
 
 def _check_numbers(record: Any, *, packed: bool = False) -> None:
-    """Raise unless the input and the weights are floats that can be quantised and multiplied.
-
-    ``packed``: weights may be packed columns already.
-    """
+    """Raise unless the factors are floats to quantise and multiply; weights may be ``packed`` columns."""
     _, several, operands = _factors(record)
     input, kind = operands[0], format_named(record.format)
     for index, each in enumerate(operands):
@@ -480,7 +468,7 @@ def packed_by_functional(
 ) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
     """Return the name of an op, its record with packed operands, and a context in which ranks compare k.
 
-    In a graph, k is not compared, and scales are not checked.
+    In a graph, k is not compared.
     """
     if not are_formatted(record):
         return op, record, contextlib.nullcontext()
@@ -579,8 +567,7 @@ def _(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
 
 @torch.no_grad()
 def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
-    """Pack a matrix ``(m, k)`` in blocks along m, in equal ``parts`` of its rows: ``(parts, k,
-    row_bytes)``."""
+    """Pack a matrix ``(m, k)`` in blocks along m, in equal ``parts`` of rows: ``(parts, k, row_bytes)``."""
     of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
     if of_parts.shape[1] % FORMATS[format].packed:  # two numbers share a byte: add a row of zeros
         of_parts = torch.nn.functional.pad(of_parts, (0, 0, 0, 1))

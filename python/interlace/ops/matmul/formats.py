@@ -1,19 +1,8 @@
-"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers.
+"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers along k.
 
-============  ============================  =========================================  ==============
-format        values                        one scale for                              scales
-============  ============================  =========================================  ==============
-fp8_block128  float8_e4m3fn                 128 numbers along k; of a weight also      float32
-                                            128 x 128
-mxfp8         float8_e4m3fn                 32 numbers along k                         float8_e8m0fnu
-mxfp8_e5m2    float8_e5m2                   32 numbers along k                         float8_e8m0fnu
-mxfp4         float4_e2m1fn_x2              32 numbers along k                         float8_e8m0fnu
-nvfp4         float4_e2m1fn_x2              16 numbers along k, and one float32 more   float8_e4m3fn
-                                            for the whole tensor
-============  ============================  =========================================  ==============
-
-``k`` is the dimension along which a matmul sums. A last block may be shorter. Sources: OCP Microscaling
-Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the weights of DeepSeek-V3.
+``k`` is the dimension along which a matmul sums. A last block may be shorter. docs/how-to/train/formats.md
+has a table of the formats. Sources: OCP Microscaling Formats (MX) Specification v1.0; cuBLAS, "Block
+Scaling Factors Layout"; the weights of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -89,7 +78,6 @@ class BlockFormat:
 
     @property
     def kernel_constants(self) -> dict[str, Any]:
-        """The constants of kernels for this format."""
         names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
         if self.weight_values is not None:
             names["WEIGHT_VALUES"] = KERNEL_NAMES[self.weight_values]
@@ -152,7 +140,6 @@ FORMATS = {
 
 
 def operand_format(input: str, weight: str) -> str:
-    """Return the key of :data:`OPERAND_FORMATS` for an input and a weight in these formats."""
     return input if input == weight else f"{input} x {weight}"
 
 
@@ -175,7 +162,6 @@ def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
 
 
 def format_named(name: object, formats: Mapping[str, BlockFormat] = FORMATS) -> BlockFormat:
-    """Return the format of that name. Raise a ValueError that lists the names."""
     if not isinstance(name, str) or name not in formats:
         raise ValueError(
             f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
@@ -246,7 +232,7 @@ class Scaled:
         shapes = [(*leading, rows, blocks)]
         if kind.across > 1:
             shapes.append((*leading, _blocks(rows, kind.across), blocks))
-        shapes = [each if self.inner == -1 else (*leading, *each[:-3:-1]) for each in shapes]
+        shapes = [shape if self.inner == -1 else (*leading, *shape[:-3:-1]) for shape in shapes]
         if tuple(scales.shape) in shapes:
             return scales
         flat = (_swizzled_size(rows, blocks),)
@@ -344,7 +330,7 @@ class Scaled:
                 f"dequantize({device}) returns the numbers in another one"
             )
         restore, parts = self.__reduce__()
-        return restore(*(each.to(device) if isinstance(each, Tensor) else each for each in parts))
+        return restore(*(part.to(device) if isinstance(part, Tensor) else part for part in parts))
 
     def __reduce__(self) -> tuple[Callable[..., Scaled], tuple[Any, ...]]:
         """Reduce to bytes for pickle, copy and torch.save: pickle does not have all dtypes of formats.
@@ -571,8 +557,7 @@ def _swizzled_size(rows: int, blocks: int) -> int:
 def swizzled(scales: Tensor) -> Tensor:
     """Return ``[rows, blocks]`` one-byte scales in the layout SWIZZLE_32_4_4, flat, padded with zeros.
 
-    Tiles of 128 x 4 follow each other by row. In a tile, row ``32 a + b`` and column ``c`` is at ``16 b +
-    4 a + c``.
+    Tiles of 128 x 4 follow each other by row, with row ``32 a + b`` and column ``c`` at ``16 b + 4 a + c``.
     """
     rows, blocks = scales.shape
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
@@ -583,7 +568,6 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def unswizzle(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return the inverse of :func:`swizzled`: ``[rows, blocks]``."""
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
     tiles = scales.contiguous().view(torch.uint8).view(bands, groups, 32, 4, 4)
     whole = tiles.permute(0, 3, 2, 1, 4).reshape(bands * SWIZZLE_ROWS, groups * SWIZZLE_COLUMNS)
@@ -622,7 +606,6 @@ def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
 
 
 def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
-    """Rebuild packed rows from the result of :meth:`Scaled.__reduce__`."""
     scaled = unpacked_rows(rows, format_named(format), numbers)
     return scaled if inner == -1 else scaled.t()
 
@@ -630,7 +613,6 @@ def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
 def _of_bytes(
     values: Tensor, scales: Tensor, format: str, whole: Tensor | None, inner: int
 ) -> Scaled:
-    """Rebuild values and scales from the result of :meth:`Scaled.__reduce__`."""
     kind = format_named(format)
     return Scaled(values.view(kind.values), scales.view(kind.scale), format, whole, inner)
 
@@ -674,7 +656,6 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
 
 
 def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
-    """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
     for (values, scales, _), side in zip(sides, (kind, kind.of_weight), strict=True):
         own_scales = scales[

@@ -1,7 +1,4 @@
-"""The functional forms of the fused matmuls and norms; part of ``interlace.functional``.
-
-``ops/matmul/scaled.py`` describes the scales of fp8 operands.
-"""
+"""The functional forms of the fused matmuls and norms; part of ``interlace.functional``."""
 
 from __future__ import annotations
 
@@ -124,7 +121,6 @@ def gather(
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
-    """Return the block-scaled operands, made from values and scales; [] if no operand has blocks."""
     try:
         found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:

@@ -1,8 +1,4 @@
-"""The fused op all-gather + matmul.
-
-A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves) and brought into 2-D form. Then one of the algorithms in
-``python/interlace/ops/matmul/launch_gather.py`` runs it.
+"""The fused op all-gather + matmul. ``launch_gather.py`` has its algorithms, on matrices.
 
 The gradient of the input is a matmul_reduce_scatter. The gradient of a weight is the gathered input times
 the product's gradient. The op that communicates is started first, and waited for last.
@@ -116,7 +112,7 @@ def prepare(
             kind = operands.weights, operands.dtype, record.return_gathered
             outputs = _outputs(input, dim, sum(lengths), *kind)
         shard = input.movedim(-1, 0).flatten(1).contiguous() if along_k else rows_of(input, dim)
-        matrices = list(buffers or [each.matrix for each in outputs])
+        matrices = list(buffers or [output.matrix for output in outputs])
         whole = matrices.pop() if record.return_gathered else None
         linears = [
             Linear(weight, bias, output, activation=name, format=OPERAND_FORMATS.get(record.format))
@@ -136,7 +132,7 @@ def prepare(
             event = _multiply_rows(communicator, shard, linears, rows, whole, operands, columns)
         if buffers is not None:
             return Outcome(None, event)
-        views = [each.view for each in outputs]
+        views = [output.view for output in outputs]
         if record.recorded:
             return Outcome((views, None if min(lengths) == max(lengths) else lengths), event)
         gathered = views.pop() if record.return_gathered else None
@@ -162,7 +158,7 @@ def _agree(
 ) -> tuple[list[int], list[int]]:
     """Return every rank's length along ``dim`` and all weights' columns. Raise unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
-    part = shape[dim], tuple(each.shape[1] for each in operands.weights)
+    part = shape[dim], tuple(weight.shape[1] for weight in operands.weights)
     *leading, last = shape[:dim] + shape[dim + 1 :]
     of_shape, last = length_along_k("the shape of input off gather_dim", last, format)
     terms = (
@@ -173,7 +169,7 @@ def _agree(
         ("dtype of input", dtype),
         ("algorithm", operands.algorithm),
         ("out_dtype", operands.dtype),
-        ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
+        ("rows of weight", tuple(weight.shape[0] for weight in operands.weights)),
         ("return_gathered", bool(return_gathered)),
     )
     answers = communicator.parts(communicator.call_of(OP, terms, part))
@@ -189,7 +185,6 @@ def _multiply_rows(
     operands: checks.Operands,
     columns: list[int],
 ) -> Event:
-    """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
     inner, total = shard.shape[1], sum(rows)
     problem = tuning.gather_problem(
         communicator.world_size,
@@ -222,9 +217,11 @@ def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
     input = record.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
-    for each in record.weights:
-        if each.dim() != 2:
-            raise ValueError(f"weight must have 2 dimensions (k, n), got shape {tuple(each.shape)}")
+    for weight in record.weights:
+        if weight.dim() != 2:
+            raise ValueError(
+                f"weight must have 2 dimensions (k, n), got shape {tuple(weight.shape)}"
+            )
     dim = shapes.dimension("gather_dim", record.gather_dim, input.dim())
     dtype = checks.output_dtype(record.out_dtype, input)
     kind = record.weights, dtype, record.return_gathered
@@ -234,8 +231,7 @@ def results(record: AllGatherMatmulArguments, size: int) -> list[Output]:
 def _outputs(
     input: Tensor, dim: int, length: Any, weights: Sequence[Tensor], dtype: Any, gathered: bool
 ) -> list[Output]:
-    """Make the results for shards with this total ``length``."""
-    products = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
+    products = [gathered_rows(input, dim, length, weight.shape[1], dtype) for weight in weights]
     return [*products, gathered_input(input, dim, length)] if gathered else products
 
 
@@ -245,7 +241,7 @@ _takes_any_lengths: ContextVar[bool] = ContextVar("interlace_any_lengths", defau
 class taking_any_lengths:
     """A context in which the op accepts shards of unequal lengths and adds these to its results.
 
-    For an eager call that goes through torch's dispatcher. A compiler could not know this result.
+    For an eager call through torch's dispatcher. A compiler could not know this result.
     """
 
     def __enter__(self) -> None:
@@ -273,8 +269,8 @@ def _save(ctx: Any, record: AllGatherMatmulArguments, output: Sequence[Tensor]) 
     ctx.lengths = of_op[0].tolist() if of_op else record.lengths
     ctx.length = None if ctx.lengths is None else record.input.shape[record.gather_dim]
     ctx.shared = record.input.requires_grad
-    ctx.weighed = [each.requires_grad for each in record.weights]
-    ctx.biased = [each is not None and each.requires_grad for each in record.biases]
+    ctx.weighed = [weight.requires_grad for weight in record.weights]
+    ctx.biased = [bias is not None and bias.requires_grad for bias in record.biases]
     ctx.set_materialize_grads(False)  # zeros for the gathered input would prevent the fused op
     ctx.save_for_backward(output[count] if ctx.with_gathered else record.input, *record.weights)
 
@@ -367,7 +363,7 @@ def as_lists(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
     several = not isinstance(weights, Tensor)
     weights = list(weights) if several else [weights]
     biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * len(weights)
-    present = next((each for each in biases if each is not None), None)
+    present = next((bias for bias in biases if bias is not None), None)
     if present is None:
         return weights, []
     # in torch's custom ops, a list with None has no gradients
@@ -378,7 +374,7 @@ def as_lists(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
 def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list[Tensor]]:
     op, first = "all_gather_matmul", ranks[0]
     checks.algorithm_and_dtype(first.input, first)
-    columns = [[weight.shape[0] for weight in each.weights] for each in ranks]
+    columns = [[weight.shape[0] for weight in rank.weights] for rank in ranks]
     checks.equal_on_all(op, "rows of weight", columns)
     whole = by_rank.gather_all(op, by_rank.inputs(ranks), first.gather_dim, size)
     dim = first.gather_dim % whole.dim()
@@ -389,15 +385,15 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
         )
     matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
     outputs = []
-    for each in ranks:
-        products = results(each, size)
-        for number, weight in enumerate(each.weights):
-            checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
-            vector = each.biases[number] if each.biases else None
-            bias = checked_bias(vector, weight.shape[1], each.input)
-            kind = OPERAND_FORMATS.get(each.format)
+    for rank in ranks:
+        products = results(rank, size)
+        for number, weight in enumerate(rank.weights):
+            checks.same_dtype("weight", weight.dtype, "input", rank.input.dtype)
+            vector = rank.biases[number] if rank.biases else None
+            bias = checked_bias(vector, weight.shape[1], rank.input)
+            kind = OPERAND_FORMATS.get(rank.format)
             multiply(products[number].matrix, matrix, weight, bias, format=kind)
-        if each.return_gathered:
+        if rank.return_gathered:
             products[-1].view.copy_(whole)
         outputs.append([result.view for result in products])
     return outputs
@@ -407,7 +403,7 @@ ALL_GATHER_MATMUL = Op(
     OP,
     AllGatherMatmulArguments,
     start,
-    lambda given, size: [each.view for each in results(given, size)],
+    lambda given, size: [result.view for result in results(given, size)],
     OpGradient(_save, _backward),
     {"input": ("input",), "a weight": ("weights",)},
     several=True,

@@ -1,19 +1,12 @@
 """The launch side of all-gather + matmul: workspace layout, grid, launch sequence.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on chunks, each as soon as its chunk is there
-``unfused``    all-gather, then matmul; any dtype
-
 Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
 strides, results are contiguous. ``rows`` lists the rows of every rank.
 
-Fused ops between nodes: matmuls that run while rows or sums are sent within and between nodes.
-
-All-gather + matmul keeps its kernel, which takes chunks in the order in which they arrive over both links;
-a kernel of moves brings them. Fused matmul + reduce-scatter is in ``launch_reduce.py``. The other
-algorithms multiply part by part in the order in which parts are needed, other nodes' parts first. Each part
-is passed on as soon as it is ready, and one kernel sums within the node, puts, and adds the sums that other
-nodes have put::
+Between nodes a kernel of moves brings chunks, and the matmul takes them in the order in which they arrive
+over both links. :func:`matmul_reduce_scatter`, for the unfused and pipelined reductions between nodes,
+multiplies other nodes' parts first. Each part is passed on as soon as it is ready, and one kernel sums
+within the node, puts, and adds the sums that other nodes have put::
 
     compute  | mm part of node 1 | mm part of node 1 | mm own node's ... |
     copy       | contribute        | contribute        | contribute ...  | sum, put, sum |
@@ -179,8 +172,8 @@ def all_gather_matmul_fused(
 ) -> Event:
     """Launch one kernel per weight. The first has the copiers, or the copy engine sends.
 
-    Between nodes a separate kernel moves the rows (``node_moves.py``). If the weights' ``scales`` are
-    "row", each row is sent with its scale.
+    Between nodes a separate kernel moves the rows. If the weights' ``scales`` are "row", each row is sent
+    with its scale.
     """
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)

@@ -1,12 +1,10 @@
 """The launch side of the kernels that end with a norm of rows (``kernels/matmul/row_norms.py``).
 
 ``Linear.tail`` describes the steps after a sum of rows. Algorithms that multiply with torch apply it where
-they add a bias (``operands.finish_sum``). The kernels of ``launch_reduce.py`` take it from this file. The
-reduction of existing rows is also here; its ``Linear`` has no product.
-
-``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows of the
-results, which include this rank's: the normed rows, any scales, and the sums, or None if these are not
-gathered.
+they add a bias (``operands.finish_sum``). The reduction of existing rows has a ``Linear`` without a
+product. ``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows
+of the results, which include this rank's: the normed rows, any scales, and the sums, or None if these are
+not gathered.
 """
 
 from collections.abc import Sequence
@@ -209,11 +207,7 @@ def gather(communicator: Communicator, whole: WholeRows, segments: Segments, eve
 
 @dataclass
 class RowReduction:
-    """A reduction of existing rows with a norm. ``segments`` is None if all ranks get all rows.
-
-    ``input`` is dense. ``linear`` has no product, only the bias and the steps after the sum.
-    ``measured``: the tuned values for the kernel.
-    """
+    """A reduction of existing, dense rows with a norm. ``segments`` is None if all ranks get all rows."""
 
     communicator: Communicator
     op: str

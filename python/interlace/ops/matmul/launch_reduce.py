@@ -1,11 +1,7 @@
 """The launch side of matmul + reduce-scatter and matmul + all-reduce.
 
-``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls per owner; each product is sent as soon as it is ready
-``unfused``    matmul, then the collective; any dtype
-
 Matrices are as in ``launch_gather.py``. ``segments`` lists (first row, rows) by owner. ``linear.output``
-has the rows that this rank owns.
+has the rows that this rank owns. "pipelined" sends each owner's product as soon as it is ready.
 
 Between nodes the fused algorithm has two kernels (``kernels/matmul/node_matmul_reduce_scatter.py``)::
 

@@ -1,18 +1,13 @@
 """Reductions with a norm of the rows: after a matmul, and for existing rows.
 
-They extend ``reduce.py``, with the matmuls' checks and choices. A call returns a pair, the normed rows and
-the sum with the residual. Quantised, the normed rows are a pair themselves, fp8 and scales, or a
-:class:`Scaled`.
-
-The ops of torch all return a list: the normed rows, the sum with the residual, and, quantised by row, the
+The ops of torch return a list: the normed rows, the sum with the residual, and, quantised by row, the
 scales of the normed rows. In a block-scaled format the normed rows are packed bytes.
 
 Let h be the sum with the residual and y its norm. The gradient of h is its own gradient plus y's gradient
 through the norm. For this only h is kept. The residual gets this gradient; the input and the weight get it
 reduced or gathered as in the op without a norm. A weight of the norm gets the gradient from the rows that a
-rank norms. If rows are scattered, these are its own rows, so replicas of a weight sum their gradients, as
-sequence-parallel layers do. Otherwise they are all rows, on every rank. Gathered rows return their
-gradients by a reduce-scatter. fp8 has no gradient.
+rank norms. If rows are scattered, replicas of a weight sum their gradients, as sequence-parallel layers do.
+Gathered rows return their gradients by a reduce-scatter. fp8 has no gradient.
 """
 
 import dataclasses
@@ -118,7 +113,6 @@ def take_norm(record: ReductionArguments, norm: Any, quantize: Any) -> None:
 
 
 def norm_of(record: ReductionArguments) -> RowNorm:
-    """Return the norm of a record as the caller passed it."""
     return RowNorm(record.kind, record.eps, record.norm_weight, record.norm_bias)
 
 
@@ -179,8 +173,8 @@ class CheckedNorm:
         if matrices is None:
             rows = (self._lengths if self.gathers else self.own), self.own, self._dim
             outputs = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
-            matrices = [each.matrix for each in outputs]
-            result = pair_results([each.view for each in outputs], self.quantize)
+            matrices = [output.matrix for output in outputs]
+            result = pair_results([output.view for output in outputs], self.quantize)
         normed, total, *scales = matrices
         scale = scales[0] if scales else None
         if not self.gathers:
@@ -386,7 +380,6 @@ class _CheckedRows:
         return "low_latency" if small and self._in_words() else "fused"
 
     def _in_words(self) -> bool:
-        """Return whether one low-latency exchange suffices."""
         return not launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
 
     def _measured(self) -> tuple[str, tuning.Measured]:
@@ -604,7 +597,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     total = by_rank.reduce_all("all_reduce", partials, first.reduce_op)
     dim, results_of = first.scatter_dim, []
     for rank, record in enumerate(ranks):
-        outputs = [each.view for each in results(record, size)]
+        outputs = [result.view for result in results(record, size)]
         part = total if dim is None else split(total, size, dim)[rank]
         for each in (record.bias, record.residual):
             part = part if each is None else part + each
@@ -615,7 +608,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         for reader in results_of if record.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if record.gather_normed:
-                places = [split(each, size, dim or 0)[rank] for each in places]
+                places = [split(place, size, dim or 0)[rank] for place in places]
             normed, scale = (*places, None)[:2]
             kind = FORMATS.get(record.quantize)
             NormTail(norm, None, normed, scale, kind).finish(outputs[1])  # type: ignore[arg-type]
@@ -637,7 +630,7 @@ OPS = tuple(
         name,
         ReductionArguments,
         start,
-        lambda given, size: [each.view for each in results(given, size)],
+        lambda given, size: [result.view for result in results(given, size)],
         OpGradient(_save, _backward),
         communicates,
         several=True,

@@ -104,7 +104,6 @@ def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtyp
 
 
 def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
-    """Make the gathered input. In memory ``dim`` is first and has ``length``."""
     off_dim = [n for i, n in enumerate(input.shape) if i != dim]
     whole = input.new_empty([length, *off_dim])
     flat = whole.view(whole.shape[0] * math.prod(off_dim[:-1]), off_dim[-1])
@@ -137,10 +136,7 @@ def multiply(
     activation: str = "",
     format: BlockFormat | None = None,
 ) -> None:
-    """Write ``activation(input @ weight (+ bias))`` by torch; round once more if dtypes differ.
-
-    ``format``: the format of packed operands.
-    """
+    """Write ``activation(input @ weight (+ bias))`` by torch; round once more if dtypes differ."""
     if output.dtype != input.dtype:
         assert format is not None or input.dtype != torch.uint8, "packed rows without their format"
         dtype = wide(output.dtype)
@@ -159,10 +155,7 @@ def multiply(
 
 
 def finish_sum(total: torch.Tensor, linear: Linear) -> None:
-    """Write ``activation(total + bias) + residual``, rounded once, and run the steps of the tail.
-
-    ``total`` is changed.
-    """
+    """Write ``activation(total + bias) + residual``, rounded once, and run the tail; changes ``total``."""
     if linear.bias is not None:
         bias = linear.bias.to(total.dtype)
         total += bias if linear.bias_along == "n" else bias[:, None]
@@ -189,7 +182,6 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
 def sum_staged(
     communicator: Communicator, workspace: Workspace, linear: Linear, offset: int
 ) -> None:
-    """Sum the rows that ranks have staged for this one at ``offset`` of their workspaces, and finish."""
     plain.wait_for_all(communicator, workspace, 0)
     shape, dtype = linear.output.shape, linear.output.dtype
     parts = [workspace.data(r, offset, shape, dtype) for r in range(communicator.world_size)]
@@ -334,7 +326,6 @@ def product(
 
 
 def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
-    """Return the constants of tiles that are ``rows`` whole rows and come from no matmul."""
     wide = 1 << max(0, columns - 1).bit_length()
     bias = "" if linear.bias is None else linear.bias_along
     return Tiles(rows, wide, BIAS=bias, ACTIVATION=linear.activation)
@@ -431,7 +422,6 @@ def launch_options(
 def checked_bias(
     bias: torch.Tensor | None, columns: int, input: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return ``bias`` after a check that it fits ``input`` and ``columns``, or is None."""
     if bias is not None:
         if tuple(bias.shape) != (columns,):
             raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
@@ -442,10 +432,10 @@ def checked_bias(
 def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
     """Return each rank's input times its weight, in fp32 or wider."""
     found = []
-    for each in ranks:
-        input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
-        partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
-        kind = OPERAND_FORMATS.get(each.format)
-        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None, format=kind)
+    for rank in ranks:
+        input, dtype = rank.input, checks.output_dtype(rank.out_dtype, rank.input)
+        partial = input.new_empty([*input.shape[:-1], rank.weight.shape[1]], dtype=dtype)
+        kind = OPERAND_FORMATS.get(rank.format)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), rank.weight, None, format=kind)
         found.append(partial if dtype is torch.float64 else partial.float())
     return found

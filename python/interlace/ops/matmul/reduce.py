@@ -1,8 +1,4 @@
-"""The fused ops that reduce a product: matmul + reduce-scatter and matmul + all-reduce.
-
-A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves) and brought into 2-D form. Then one of the algorithms in
-``python/interlace/ops/matmul/launch_reduce.py`` runs it.
+"""The fused ops that reduce a product; ``launch_reduce.py`` has their algorithms, on matrices.
 
 If the product is scattered, the gradient of its input is an all_gather_matmul. The gradient of its weight
 is the input times the gathered gradient. Unequal parts are padded with zeros, which are then cut off. If
@@ -93,7 +89,6 @@ class ReductionArguments:
 
     @property
     def op(self) -> str:
-        """The eager op with these arguments."""
         if self.weight is None:
             return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
         return ALL_REDUCE if self.scatter_dim is None else SCATTER
@@ -121,7 +116,7 @@ class Scattering(NamedTuple):
     """A product whose rows are scattered: its factors, and the rows by owner, (first row, rows).
 
     The scattered dimension has ``length`` indices; this rank has ``own`` of them from ``first`` on. Each
-    index is as many rows as the product of ``others``. A bias is ``along`` "n" or "m".
+    index is as many rows as the product of ``others``.
     """
 
     left: Tensor
@@ -175,7 +170,6 @@ class CheckedReduce:
         return Scattering(left, right, segments, length, first, own_length, off_dim, along)
 
     def scattered(self, buffer: Tensor | None) -> Outcome:
-        """Start matmul_reduce_scatter."""
         self.agree()
         scattering = self.scattering()
         output = buffer
@@ -206,7 +200,6 @@ class CheckedReduce:
         return Outcome(view if buffer is None else None, event)
 
     def summed(self, buffer: Tensor | None) -> Outcome:
-        """Start matmul_all_reduce."""
         self.agree()
         input, weight, output = self.input, self.weight, buffer
         if buffer is None:

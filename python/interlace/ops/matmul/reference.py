@@ -10,10 +10,10 @@ activation    makes an error of x at most its steepest slope times as large, and
               ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
-Functions that are named after an op take tensors of any float dtype. They return two float64 tensors: the
-value, and the largest error of a correct result. They share no formula with ``Op.reference``, which rounds
-as the op does and computes LocalTensors. Tests compare the two. ``check``, ``demo`` and ``bench`` use these
-functions.
+
+Functions that are named after an op return two float64 tensors: the value, and the largest error of a
+correct result. They share no formula with ``Op.reference``, which rounds as the op does and computes
+LocalTensors.
 """
 
 from collections.abc import Sequence
@@ -127,8 +127,7 @@ def matmul_all_reduce(
     reduce_op: str = "sum",
     activation: str = "",
 ) -> Bounded:
-    """Return ``activation(sum or average of inputs[r] @ weights[r], + bias)``, each product rounded
-    once."""
+    """Return ``activation(sum or average of inputs[r] @ weights[r], + bias)``, each rounded once."""
     parts = [
         (_product(a, b), _product_error(a, b, out_dtype, 0))
         for a, b in zip(inputs, weights, strict=True)

@@ -1,22 +1,13 @@
 """The fused ops on scaled operands: fp8 matrices whose numbers are multiplied by scales.
 
 The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, computed by ``torch._scaled_mm``,
-which decides about dtypes and shapes. A scale is float32. It is one for all numbers, or one per row of
-``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. If the kinds differ, the single scale is
-repeated. A single scale of a gathered input has to be equal on all ranks.
+which decides about dtypes and shapes. If one scale is by row or column and the other single, the single one
+is repeated.
 
-============================  ========================================================================
-all_gather_scaled_matmul      rows are sent in fp8, with their own scales if they have some; then the
-                              matmuls. All of it is in flight.
-scaled_matmul_reduce_scatter  the whole product is computed before the call returns; then it is reduced,
-                              in ``out_dtype``, in flight.
-============================  ========================================================================
-
-This is ``algorithm`` "unfused". "fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where
-it arrives and accumulates in fp32. Products of a reduction are scaled before they are sent, in
-``out_dtype``. If the kinds of scales differ, the kernel uses one per row and per column.
-
-``out_dtype`` is bfloat16 by default. There are no gradients.
+"unfused" sends rows in fp8, with their own scales if they have some, and all of it is in flight. A whole
+product that is reduced is computed before the call returns, and reduced in ``out_dtype``, in flight.
+"fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where it arrives and accumulates in
+fp32. Products of a reduction are scaled before they are sent, in ``out_dtype``. There are no gradients.
 """
 
 import dataclasses
@@ -298,7 +289,6 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
 
 
 def scattered_output(record: ScaledMatmulReduceScatterArguments, size: int) -> Output:
-    """Make ``[.., n / size, .., columns]``."""
     dtype, dim = record.out_dtype or torch.bfloat16, record.scatter_dim
     unscaled = reduce.ReductionArguments(
         record.input, record.weight, scatter_dim=dim, out_dtype=dtype
@@ -408,7 +398,7 @@ def gather_fused(
     """Run the kernel. ``operands``: one input, own rows; ``outputs``: all rows; ``columns``: by rank."""
     input = operands[0].input
     rows, inner = input.shape
-    by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
+    by_row = by_row or any(operand.weight_scale.numel() != 1 for operand in operands)
     targets = [
         _linear(each, output, by_row, fast_accum)
         for each, output in zip(operands, outputs, strict=True)
@@ -465,7 +455,7 @@ def gather_reference(
     ranks: Sequence[AllGatherScaledMatmulArguments], size: int
 ) -> list[list[Tensor]]:
     op, dim = "all_gather_scaled_matmul", ranks[0].gather_dim
-    scales = [each.input_scale for each in ranks]
+    scales = [rank.input_scale for rank in ranks]
     by_rank.alike(op, "input_scale", scales)
     results = []
     for record in ranks:
@@ -496,7 +486,6 @@ def _fp8(setting: Setting, rows: int, columns: int) -> Tensor:
 
 
 def _right(setting: Setting) -> Tensor:
-    """Return a weight whose columns are contiguous."""
     return _fp8(setting, FP8_WIDTH, FP8_WIDTH).t()
 
 

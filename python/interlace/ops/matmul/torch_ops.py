@@ -5,18 +5,10 @@ and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is the name
 backend, or of an interlace group. ``functions.py`` registers the ops. Inputs need not be in symmetric
 memory.
 
-==============================  ======================================================================
-op                              is
-==============================  ======================================================================
-fused_all_gather_matmul,        interlace's fused ops, for floats; for other dtypes collective and matmul
-fused_matmul_reduce_scatter
-the same with "scaled"          gather and ``torch._scaled_mm``, as in torch's own fallback
-_low_contention_*               in flight until ``_c10d_functional.wait_tensor``
-one_shot_*, two_shot_*,         interlace's collectives, complete when they return
-multimem_*, reduce_scatter_out
-==============================  ======================================================================
-
-As in torch there are no gradients. Inputs that require gradients cause a warning.
+The fused ops are interlace's for floats; for other dtypes they are a collective and a matmul. The scaled
+ones gather and call ``torch._scaled_mm``, as torch's own fallback does. ``_low_contention_*`` are in flight
+until ``_c10d_functional.wait_tensor``. All others are complete when they return. As in torch there are no
+gradients. Inputs that require gradients cause a warning.
 """
 
 from collections.abc import Sequence
@@ -137,7 +129,7 @@ def fused_all_gather_scaled_matmul(
                 )
         dim = shapes.dimension("gather_dim", gather_dim, A.dim())
         # torch passes a list of dtypes as numbers
-        dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
+        dtypes = [_BY_NUMBER[dtype] if isinstance(dtype, int) else dtype for dtype in out_dtypes]
         full = [*A.shape]
         full[dim] *= communicator.world_size
         blocks = _blocks((A, _own_scales(communicator, A, A_scale, dim, full)), Bs, B_scales)
@@ -208,7 +200,7 @@ def _gather_blocks(
     """Return the gathered values and the block-scaled products, in fp32, rounded once."""
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         _refuse_result_scale(*result_scales)
-        wide = [None if each is None else each.float() for each in biases]
+        wide = [None if bias is None else bias.float() for bias in biases]
         call = gather.AllGatherMatmulArguments(
             operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
         )
@@ -222,7 +214,7 @@ def _gather_blocks(
 
 
 def _refuse_result_scale(*scales: Tensor | None) -> None:
-    if any(each is not None for each in scales):
+    if any(scale is not None for scale in scales):
         raise ValueError("result_scale is not supported for block-scaled operands; pass None")
 
 

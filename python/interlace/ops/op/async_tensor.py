@@ -25,8 +25,6 @@ _AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
 
 
 class _Failed:
-    """A stand-in for the Work of an op that has failed."""
-
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -221,7 +219,6 @@ for _name in (
 
 
 def _open(value: Any) -> Any:
-    """Return ``value`` with the plain tensor for every AsyncTensor in it."""
     if type(value) is AsyncTensor:
         return value._complete()
     if isinstance(value, (list, tuple)):
@@ -291,10 +288,7 @@ class _Opened(torch.autograd.Function):
 
 
 class _AboveAutograd(AsyncTensor):
-    """For ``torch.export``, which traces above autograd and allows no subclass there: it waits before.
-
-    Its autograd history is the history of the tensor under it.
-    """
+    """For ``torch.export``, which traces above autograd and allows no subclass there: it waits before."""
 
     @classmethod
     def __torch_function__(
@@ -355,7 +349,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_torch() -> tuple[type, ...]:
-    """Return torch's class for the same purpose; () before it was imported: interlace does not import
-    it."""
+    """Return torch's class for the same purpose, or () before a program has imported it."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     return () if module is None else (module.AsyncCollectiveTensor,)

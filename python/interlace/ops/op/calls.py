@@ -70,7 +70,6 @@ def run(
 
 
 def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
-    """Run an op on the record of its arguments, as :func:`run` does."""
     known = _known[op]
     if direct(tensors([getattr(record, name) for name in known.operands])):
         return _results(known.op, known.op.start(bound(group, tag), record))
@@ -79,14 +78,13 @@ def run_record(op: str, group: FunctionalGroup, tag: str, record: Any) -> Any:
 
 
 def _results(op: Op, started: Started) -> Any:
-    """Return the results of an op, which wait on their first use, or its only result."""
-    results = [AsyncTensor(each, started.work) for each in started.outputs]
+    results = [AsyncTensor(output, started.work) for output in started.outputs]
     return results if op.several else results[0]
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
     """Return whether an op returns its gathered input: if ``asked``, or for a backward (not in exports)."""
-    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+    wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     return asked or (wanted and not torch.compiler.is_exporting())
 
 
@@ -98,7 +96,7 @@ def direct(operands: Sequence[torch.Tensor]) -> bool:
     """Return whether only the group needs to see this call: no tracer, mode, subclass or gradient."""
     if is_seen(operands) or AsyncTensor in map(type, operands):
         return False
-    return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
+    return not (torch.is_grad_enabled() and any([operand.requires_grad for operand in operands]))
 
 
 def own_length(
@@ -135,7 +133,6 @@ def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoRet
 
 
 def flag(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         refuse(op, group, tag, TypeError(f"{name} must be a bool, got {value!r}"))
 
@@ -172,7 +169,6 @@ def check(
 
 
 def ints(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> list[Any]:
-    """Return any list or tuple of ints as a list; raise TypeError for other values."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
     ):

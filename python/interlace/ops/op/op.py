@@ -3,25 +3,15 @@
 Its arguments are the fields of a dataclass. They give the schema for torch, and the order of the gradients
 for autograd; everything else is by name. The group, as size and name, follows the arguments.
 
-``OPS`` has all ops by name, for callers that need no other knowledge of them.
+A call is checked, compared with the other ranks in one small host message, and passed to an algorithm. A
+mismatch raises on every rank before any data moves.
 
-A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
-host message. A mismatch raises on every rank before any data moves.
+A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. The part of a
+fused op's gradient that communicates is started first and waited for last.
 
-A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It is declared
-with its op. The part of a fused op's gradient that communicates is started first and waited for last.
-
-Tests and tools make arguments by name, as examples. An op needs no example for an argument that has a
-default, or that other ops also have. ``Op.examples`` has the other examples. An example is a function of a
-:class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small integers, so sums are
-exact in every dtype and order.
-
-=============  ===================================================================================
-legend
-=============  ===================================================================================
-rows           by rank: the number of the rank's rows in the whole, after the rows of lower ranks
-width          of all matrices, k and n alike; groups of 2 and of 3 ranks share 6 evenly
-=============  ===================================================================================
+Tests and tools make arguments by name, as examples. An example is a function of a :class:`Setting`, so each
+rank can make the arguments of all ranks. Numbers are small integers, so sums are exact in every dtype and
+order.
 """
 
 import contextlib
@@ -52,7 +42,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """A rank's setting for which example arguments are made. ``call`` makes the numbers differ."""
+    """A rank's setting for which example arguments are made. ``call`` makes the numbers differ.
+
+    ``rows``: by rank, the number of its rows in the whole. ``width`` of all matrices, k and n alike; groups
+    of 2 and of 3 ranks share 6 evenly.
+    """
 
     rank: int
     size: int
@@ -91,7 +85,6 @@ class Setting:
 
 
 Example = Callable[[Setting], Any]
-"""A function that makes an argument of a rank."""
 
 
 def constant(value: Any) -> Example:
@@ -154,7 +147,8 @@ class Started(NamedTuple):
 class _Together(TorchWork):
     """The Work of an op with several outputs. A wait for one removes all from torch's registry.
 
-    Otherwise the registry would keep unused outputs, and in a graph no code waits for these."""
+    Otherwise the registry would keep unused outputs, as no code of a graph waits for these.
+    """
 
     def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -200,7 +194,6 @@ def finish(started: Started) -> Sequence[torch.Tensor]:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, complete, as an op needs it."""
     traced = torch.compiler.is_compiling() or above_autograd() or _has_tracer()
     if tensor.requires_grad and not (traced or transforms_active()):
         with torch.no_grad():  # torch's op returns its argument and has no gradient
@@ -244,9 +237,7 @@ def pad(tensor: Tensor, dim: int, length: Any) -> Tensor:
 
 
 def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
-    """Pad each part of ``tensor`` along ``dim`` with zeros up to the longest part.
-
-    ``lengths``: lengths of the parts; None if they are equal."""
+    """Pad each part of ``tensor`` along ``dim`` with zeros to the longest one; ``lengths`` None: equal."""
     if lengths is None:
         return tensor
     dim %= tensor.dim()
@@ -290,7 +281,7 @@ def kind(annotation: Any) -> str:
 def kinds_of(arguments: Any) -> dict[str, str]:
     """Return the schema types of a record's fields by name; "" for arguments of eager calls only."""
     hints = typing.get_type_hints(arguments, include_extras=True)
-    return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
+    return {field.name: kind(hints[field.name]) for field in dataclasses.fields(arguments)}
 
 
 class OpGradient(NamedTuple):
@@ -319,10 +310,7 @@ def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
 
 
 class OpVariant(NamedTuple):
-    """A case of an op that tools time, tune and check like a separate op.
-
-    ``options``: keyword arguments of the op's eager call for this case.
-    """
+    """A case of an op, an eager call with ``options``, that tools time, tune and check like an op."""
 
     name: str
     options: Mapping[str, Any]
@@ -338,13 +326,11 @@ class Op:
     without : fields that this op does not have as arguments: they keep their defaults.
     start : called with a communicator and the arguments, and with ``out`` if the op has such a form.
     outputs : called with the arguments and the size of the group; makes the results, also as fake tensors.
-    reference : called with all ranks' arguments and the size of the group; returns all ranks' results, in
-        one process.
+    reference : called with all ranks' arguments and the size of the group; returns all ranks' results.
     communicates : the arguments whose gradients need communication in the backward: their names, by the
         words in error messages. Ranks must agree on them, except for plain collectives, whose engines
         accept only equal messages.
     several : whether it returns a list.
-    variants : its cases that tools list in addition.
     algorithms : the algorithms that a caller can choose, except "auto", each with the kernels that it
         launches. An op with algorithms has a target in ``verify`` and cases in ``check``.
     examples : by argument, how tests and tools make it, if ``EXAMPLES`` and the default do not suffice.
@@ -366,7 +352,6 @@ class Op:
     examples: Mapping[str, Example] = dataclasses.field(default_factory=dict)
 
     def without_example(self) -> list[str]:
-        """Return the arguments without an example."""
         known = {**self.defaults, **EXAMPLES, **self.examples}
         return [name for name in self.kinds if name not in known]
 
@@ -380,7 +365,6 @@ class Op:
         return found
 
     def example_records(self, setting: Setting, **others: Any) -> list[Any]:
-        """Return the records of all ranks' examples."""
         records = [self.example(each, **others) for each in setting.everyone()]
         return [self.record(list(each.values())) for each in records]
 
@@ -406,7 +390,6 @@ class Op:
 
     @property
     def returns(self) -> str:
-        """The type of the result in the schema."""
         return "Tensor[]" if self.several else "Tensor"
 
     @property
@@ -414,15 +397,12 @@ class Op:
         return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
 
     def record(self, record: Sequence[Any]) -> Any:
-        """Return the record of arguments in the order of the schema."""
         return self.arguments(**dict(zip(self.kinds, record, strict=True)))
 
     def begin(self, communicator: Communicator, record: Sequence[Any], **out: Tensor) -> Started:
-        """Start the op with arguments in the order of the schema."""
         return self.start(communicator, self.record(record), **out)
 
     def tensors_of(self, record: Any) -> list[Tensor]:
-        """Return the tensors of a record, in the order of the schema."""
         return tensors(map(vars(record).get, names_of_tensors(self.arguments)))
 
     def needs(self, record: Mapping[str, Any]) -> str:
@@ -432,7 +412,7 @@ class Op:
         return " and ".join(
             words
             for words, names in self.communicates.items()
-            if any(each.requires_grad for each in tensors([record[name] for name in names]))
+            if any(tensor.requires_grad for tensor in tensors([record[name] for name in names]))
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -451,7 +431,6 @@ class Op:
 
 @functools.cache
 def names_of_tensors(arguments: Any) -> list[str]:
-    """Return the fields of a record that are tensors, or lists of tensors."""
     return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]
 
 
@@ -466,8 +445,8 @@ def start_form(
     form: Callable[..., Any], communicator: Communicator, record: Any, outputs: Sequence[Output]
 ) -> Started:
     """Start the form of a record. It fills the outputs ``outputs``, which the caller gets as views."""
-    work = form(communicator, record, [each.matrix for each in outputs], True)
-    return Started([each.view for each in outputs], work)
+    work = form(communicator, record, [output.matrix for output in outputs], True)
+    return Started([output.view for output in outputs], work)
 
 
 def without_tensors(record: Any) -> Any:
@@ -479,15 +458,16 @@ def without_tensors(record: Any) -> Any:
 def requiring(record: Any) -> set[str]:
     """Return the names of those fields of ``record`` that require a gradient."""
     named = vars(record).items()
-    return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
+    return {
+        name for name, value in named if any(tensor.requires_grad for tensor in tensors([value]))
+    }
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among ``values`` and the lists in it, in their order."""
     found = []
-    for each in values:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += tensors(each)
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors(value)
     return found

@@ -1,18 +1,12 @@
 """Calls of ops that autograd records: the op is started or run first, then one node records it.
 
 The node is Python (:class:`_RecordedOp`), with the op's gradient by name. Nothing of the call is below
-torch's dispatcher, so an eager call runs like a call without a gradient. Simulated ranks share one stack of
-C++ frames; here they may wait for each other. Under a tracer, a mode, a transform or a subclass of tensors,
-calls of ops must be visible to it. Then they go through the dispatcher.
+torch's dispatcher. So simulated ranks, which share one stack of C++ frames, may wait for each other here.
 
-=========  =========================================  =================================================
-           through the dispatcher                     past it
-=========  =========================================  =================================================
-runs       in a kernel of ``torch.ops.interlace``     here, before it is recorded
-recorded   by ``torch.library.register_autograd``     by :class:`_RecordedOp`, with the same two functions
-backward   calls ops by :class:`Ops`                  the same, so it has a gradient itself
-seen by    compilers and modes                        nobody
-=========  =========================================  =================================================
+Under a tracer, a mode, a transform or a subclass of tensors, calls of ops must be visible to it, and go
+through the dispatcher. Then the op runs in a kernel of ``torch.ops.interlace``, and
+``torch.library.register_autograd`` records it with the same two functions. Both backwards call ops by
+:class:`Ops`, so they have gradients themselves.
 
 All ranks' tensors must require the same gradients. Ranks compare this when the op runs.
 """
@@ -66,10 +60,7 @@ class Ops:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call ``torch.ops.interlace.<name>(*args)``. The last two arguments are a group's size and name.
-
-    The group itself may replace the name.
-    """
+    """Call ``torch.ops.interlace.<name>(*args)``. Last are a group's size and its name, or the group."""
     *values, size, group = args
     op: Op = OPS[name]
     _check_types(op, values, size, group)
@@ -122,7 +113,6 @@ _TYPES: dict[str, tuple[str, Any]] = {
 
 
 def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
-    """Call the op through the dispatcher."""
     *values, size, group = args
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
@@ -175,11 +165,11 @@ def is_seen(operands: Sequence[torch.Tensor]) -> bool:
                 f"not supported; use autograd, outside of the transform"
             )
         return True
-    for each in operands:
-        kind = type(each)
+    for operand in operands:
+        kind = type(operand)
         if kind not in PLAIN_TYPES and kind is not AsyncTensor and not _is_parameter(kind):
             return True
-    return bool(operands) and all([each.is_meta for each in operands])
+    return bool(operands) and all([operand.is_meta for operand in operands])
 
 
 def _simulated_rank() -> Communicator | None:
@@ -203,14 +193,11 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-# -- one node of autograd ----------------------------------------------------------------------------
-
-
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
     communicator.check_recordable(operands)
-    if not any([type(each) is AsyncTensor for each in operands]):
+    if not any([type(operand) is AsyncTensor for operand in operands]):
         return record
     named = {name: getattr(record, name) for name in names_of_tensors(op.arguments)}
     return replace(record, **tree_map_only(torch.Tensor, wait, named))
@@ -219,12 +206,11 @@ def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
 def record(
     op: Op, communicator: Communicator, record: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``outputs``, the results of the op for the record ``record``, with their autograd history."""
     # new versions: later writes of the op must not count as changes of tensors that autograd saves
-    outputs = [each.data for each in outputs]
+    outputs = [output.data for output in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
         operands = op.tensors_of(record)
-        if any([each.requires_grad for each in operands]):
+        if any([operand.requires_grad for operand in operands]):
             return list(_RecordedOp.apply(op, communicator, record, outputs, *operands))  # type: ignore[no-untyped-call]
     return outputs
 
@@ -276,9 +262,6 @@ def _places(record: Any) -> Iterator[tuple[str, int | None]]:
             for index, each in enumerate(value):
                 if each is not None:
                     yield name, index
-
-
-# -- eager calls -------------------------------------------------------------------------------------
 
 
 def _as_they_are(record: Any, results: Any) -> tuple[Any, Any]:
@@ -354,7 +337,7 @@ def _number_as_started(found: Any, before: int, started: int, *, changed: bool) 
     ``wait()`` makes the nodes, and ranks call it in any order, but their backwards must run in one order.
     ``before`` is a number from before they were made.
     """
-    nodes = [each.grad_fn for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+    nodes = [leaf.grad_fn for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
     while nodes:
         node: Any = nodes.pop()
         is_new = node is not None and before < node._sequence_nr()

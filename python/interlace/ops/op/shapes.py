@@ -1,8 +1,7 @@
-"""Results of ops, from shapes, dtypes and the size of the group, without a live group.
+"""Results of ops, also as fake tensors, from an op's arguments and the group's size, which comes last.
 
-The functions make the outputs themselves, also as fake tensors, from an op's arguments and the group's
-size, which is the last argument. They skip arguments that they do not need. Kernels and fake kernels share
-them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
+Kernels and fake kernels share these functions, so a compiled graph and the run agree on every stride. Sizes
+may be symbolic.
 """
 
 from collections.abc import Sequence

@@ -11,12 +11,11 @@ only the rank can wait in the simulation::
     gives its result ......................> goes on
     returns <............................... has finished
 
-The rank sleeps while its engine runs, and the engine sleeps while the rank runs, so the seed determines the
-order of all steps. The rank also calls hooks that unpack saved tensors, and so recomputes for
-``torch.utils.checkpoint``. Checkpoints ask torch for the current backward, and get the engine's. If the
-rank has modes of torch's dispatcher, the rank dispatches the engine's ops, so that the modes see them.
-Hooks of tensors run in the engine's thread, and communicate only through :func:`in_rank`, as the ops of
-``interlace.tensor`` do. Other places, and a single simulated rank, use torch's engine unchanged.
+One of the two always sleeps, so the seed determines the order of all steps. The rank also calls hooks that
+unpack saved tensors, and so recomputes for ``torch.utils.checkpoint``. If the rank has modes of torch's
+dispatcher, the rank dispatches the engine's ops, so that the modes see them. Hooks of tensors run in the
+engine's thread, and communicate only through :func:`in_rank`. Other places, and a single simulated rank,
+use torch's engine unchanged.
 """
 
 import contextlib
@@ -74,10 +73,7 @@ def in_rank(function: Callable[[], Result]) -> Result:
 
 
 def install() -> None:
-    """Let simulated ranks compute gradients that communicate. Idempotent.
-
-    Call it before ranks enter hooks on saved tensors, such as a checkpoint's.
-    """
+    """Let simulated ranks compute gradients that communicate; call it before hooks on saved tensors."""
     with _installing:
         _torch._engine_run_backward = _run
         for name in _METHODS:
@@ -167,7 +163,6 @@ def _in_rank(name: str) -> Callable[..., Any]:
 
 
 def _enter_hooks(self: Any) -> None:
-    """Replace ``saved_tensors_hooks.__enter__``."""
     unpack_here = self.unpack_hook
 
     def unpack(packed: Any) -> Any:

@@ -121,7 +121,7 @@ def _kernel(op: Op) -> Callable[..., Any]:
         else:
             register_work(started, communicator)
         # new versions: later writes of the op must not count as changes of tensors that autograd saves
-        results = [each.data for each in started.outputs]
+        results = [output.data for output in started.outputs]
         return results if op.several else results[0]
 
     return kernel
@@ -179,14 +179,8 @@ def _functional_form(name: str) -> Callable[..., Any]:
     return functional
 
 
-# -- lowerings for Inductor ------------------------------------------------------------------------
-
-
 def _register_lowering(op: Op) -> None:
-    """Register the op's lowering once Inductor is imported.
-
-    Fake kernels call this, as an op is traced before it is lowered.
-    """
+    """Register the op's lowering once Inductor is imported. An op is traced before it is lowered."""
     if op.name in _lowered or "torch._inductor.lowering" not in sys.modules:
         return
     lowering: Any = sys.modules["torch._inductor.lowering"]
@@ -261,8 +255,8 @@ def _wait_late(start: torch.fx.Node) -> None:
     """Move nodes that do not need the results of ``start`` before the waits for them.
 
     Inductor moves the computation of a value to its use (``reorder_for_locality``). Then the work between
-    start and wait would follow the wait. A node that is moved here comes later in a graph that is being
-    interpreted. No node passes a node that writes to memory, which might be an input of the op.
+    start and wait would follow the wait. No node passes a node that writes to memory, which might be an
+    input of the op.
     """
     from torch._inductor.virtualized import V
 

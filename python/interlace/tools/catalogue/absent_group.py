@@ -1,8 +1,7 @@
-"""Options of kernels, and a group without ranks on which ops run up to their launches.
+"""Options of kernels, and a group without ranks on which ops run up to their launches, for the catalogue.
 
-The launches become entries of the catalogue, so no part of a launch is written down twice. Tensors are
-torch's "meta" ones, with a dtype, a shape and address 0, a multiple of 16 like nearly every address. Copies
-and signals are ignored.
+Tensors are torch's "meta" ones, with a dtype, a shape and address 0, a multiple of 16 like nearly every
+address. Copies and signals are ignored.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Build the catalogue: every kernel of interlace, for a GPU that need not be here, with a verdict.
-
-``pool.py`` compiles and measures. This file judges what only the catalogue knows: which variants are
-defaults, and which kernels load by descriptor what peers have written.
-"""
+"""Build the catalogue: every kernel of interlace, for a GPU that need not be here, with a verdict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,10 +46,9 @@ def build(
     workers: int | None = None,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile and measure ``entries`` in worker processes; return reports in the same order.
+    """Compile ``entries`` in worker processes, one per core by default; return reports in the same order.
 
-    ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
-    ``artifacts``, one path per entry, the compiled files are kept there (``worker.py``).
+    With ``artifacts``, one path per entry, the compiled files are kept there (``worker.py``).
     """
     stems = artifacts or [""] * len(entries)
     measured = compile_all(

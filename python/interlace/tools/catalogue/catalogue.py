@@ -1,10 +1,9 @@
 """The catalogue of kernels: each in the variants that the default configuration launches.
 
-One :class:`Entry` is one compilation, as the launch of an op specialises it: the types of the arguments,
-which of them are divisible by 16, the constexprs, warps and stages. They come from the launches of the ops,
-see ``absent_group.py``; the sizes come from ``tuning/configuration.py``.
+One :class:`Entry` is one compilation, as the launch of an op specialises it. They come from the launches of
+the ops, see ``absent_group.py``; the sizes come from ``tuning/configuration.py``.
 
-Variants of a fused kernel, named in this order::
+Words in the names of variants::
 
     bf16, fp16, fp32   dtype of all operands
     kn, nk             B contiguous along N, or along K (a transposed nn.Linear weight)
@@ -15,19 +14,13 @@ Variants of a fused kernel, named in this order::
     few rows           at most 64 rows per rank
     scaled tensor      fp8 operands, bf16 output: one scale for each operand; "row": per row and column
     fast               as many bits as the tensor cores keep while they add up, and not fp32's
-    silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
     rms, layer         the norm of rows, with a residual; "fp8" if it is quantised by a scale for each row,
                        "fp8_static" by a scale within the weight, or the name of a block-scaled format
     mxfp8, ...         block-scaled operands; bf16 output
     gathered           own rows go to all ranks: "normed", or "both", the sums too
-
-Kernels between nodes are built like in tests, and linked with NVSHMEM::
-
-    stores        puts are stores: the lint rules check these, without code from outside
-    nvshmem       linked with ``libnvshmem_device.bc``: it must compile with no symbol left over. The
-                  library's own registers, stack and memory ordering are not judged
-    bytes, bf16   of the moves: a flat tensor of bytes, or rows of bf16 for all-gather + matmul
+    stores, nvshmem    puts between nodes are stores, which the lint rules check; or are linked with
+                       ``libnvshmem_device.bc``, whose own registers, stack and order are not judged
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -178,7 +171,6 @@ def broadcast(arch: int, dtype: str) -> list[Entry]:
 
 
 def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
-    """Yield the kernels between nodes, with puts of this kind."""
     dtype = torch.bfloat16
     configuration = gpu_default(arch, dtype, MANY_ROWS)
     whole, lengths = meta(NODE_RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * NODE_RANKS
@@ -243,10 +235,7 @@ def one_of_each(found: Iterable[Entry]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class MatmulVariant(KernelOptions):
-    """A variant of a kernel that multiplies; ``path`` is "tma" or "pointers".
-
-    A norm of its rows has a residual and a weight; "layer" also has a bias.
-    """
+    """A variant of a kernel that multiplies; ``path`` is "tma" or "pointers"."""
 
     path: str = "tma"
     activation: str = ""
@@ -290,7 +279,6 @@ class MatmulVariant(KernelOptions):
         return (DTYPES | SCALED_DTYPES)[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
-        """Return the configuration that is launched for these operands."""
         extents = self.rows, self.columns, self.inner
         fast = OPERAND_FORMATS[self.format].fast_accum if self.format else self.fast_accum
         kind = {"fast_accum": fast, "grouped": self.grouped}
@@ -449,7 +437,6 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
-    """Return the kernel whose counts are on the device."""
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows, EXPERTS)
@@ -501,7 +488,6 @@ def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
-    """Return the kernel that multiplies in matmul + reduce-scatter between nodes."""
     configuration = operands.configuration(arch)
     input, linear, segments = _scatter_operands(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
@@ -610,7 +596,6 @@ def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Return the one-shot matmul + all-reduce, with a norm of all rows on every rank."""
     input, linear = operands.tensors(operands.rows)
     linear, _ = operands.normed(linear, operands.rows)
     configuration = operands.configuration(arch)

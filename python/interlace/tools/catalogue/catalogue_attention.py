@@ -86,8 +86,6 @@ def attention(arch: int) -> Iterator[Entry]:
 
 
 def gathered_attention(arch: int, heads: HeadsVariant) -> list[Entry]:
-    """Return the forward kernel that gathers keys, and the merge."""
-
     def run(group: AbsentGroup) -> None:
         problem, (output, _, lse, *_) = heads.problem(group)
         key_transport.all_gather_attention_fused(problem, output, lse, heads.tiles(arch))

@@ -39,7 +39,6 @@ def _at(address: Any, count: int) -> torch.Tensor:
 
 
 def cudaGetErrorString(error: Any) -> tuple[cudaError_t, bytes]:
-    """Return the name of an error."""
     return cudaError_t.cudaSuccess, cudaError_t(error).name.encode()
 
 

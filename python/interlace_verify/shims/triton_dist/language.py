@@ -34,13 +34,11 @@ __getattr__ = missing.of("triton_dist.language")
 
 @triton.jit
 def rank(axis=-1):
-    """Return the rank that runs this program."""
     return my_pe()
 
 
 @triton.jit
 def num_ranks(axis=-1):
-    """Return the number of ranks."""
     return n_pes()
 
 
@@ -113,7 +111,7 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"
-    how: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
+    suffix: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
     ptx(
         f"""
         {{
@@ -122,7 +120,7 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
             setp.ne.u32 %other, $0, 0;
             @%other bra over;
             {FENCE}
-            {change}.relaxed.{SCOPE}.global.{how} [$1], $2;
+            {change}.relaxed.{SCOPE}.global.{suffix} [$1], $2;
         over:
         }}
         """,

@@ -21,13 +21,11 @@ __getattr__ = missing.of("triton_dist.language.extra.language_extra")
 
 @triton.constexpr_function
 def threads_per_warp():
-    """Return 32, as on NVIDIA's GPUs."""
     return 32
 
 
 @triton.jit
 def __syncthreads():
-    """Wait at a barrier of the program's threads."""
     tl.debug_barrier()
 
 
@@ -44,13 +42,11 @@ def tid(axis: tl.constexpr):
 
 @triton.jit
 def ntid(axis: tl.constexpr):
-    """Return the number of threads of the program."""
     return ptx(f"mov.u32 $0, %ntid.{_axis(axis)};", is_pure=True)
 
 
 @triton.jit
 def laneid():
-    """Return the number of the thread in its warp."""
     return ptx("mov.u32 $0, %laneid;", is_pure=True)
 
 
@@ -62,13 +58,11 @@ def globaltimer():
 
 @triton.jit
 def globaltimer_lo():
-    """Return the lower 32 bits of the clock."""
     return ptx("mov.u32 $0, %globaltimer_lo;", dtype=tl.uint32)
 
 
 @triton.jit
 def globaltimer_hi():
-    """Return the upper 32 bits of the clock."""
     return ptx("mov.u32 $0, %globaltimer_hi;", dtype=tl.uint32)
 
 
@@ -83,7 +77,6 @@ def membar(scope: tl.constexpr = "cta"):
 
 @triton.jit
 def fence(semantic: tl.constexpr = "sc", scope: tl.constexpr = "gpu"):
-    """Fence this thread with "sc" or "acq_rel"."""
     run_ptx(f"fence.{semantic}.{scope};")
 
 
@@ -92,7 +85,6 @@ __fence = fence
 
 @triton.jit
 def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
-    """Load a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     return ptx(f"ld.global.{semantic}.{scope}.b{bits} $0, [$1];", [ptr], kind)
@@ -100,19 +92,16 @@ def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
 
 @triton.jit
 def ld_b32(ptr):
-    """Do :func:`ld` of a 32-bit word."""
     return ld(ptr, "gpu", "relaxed")
 
 
 @triton.jit
 def ld_acquire(ptr, scope: tl.constexpr = "gpu"):
-    """Do :func:`ld` with acquire."""
     return ld(ptr, scope, "acquire")
 
 
 @triton.jit
 def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
-    """Store a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     run_ptx(f"st.global.{semantic}.{scope}.b{bits} [$1], $2;", [ptr, tl.full((), val, kind)])
@@ -120,7 +109,6 @@ def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"
 
 @triton.jit
 def st_b32(ptr, val0):
-    """Do :func:`st` of a 32-bit word."""
     st(ptr, val0, "gpu", "relaxed")
 
 
@@ -147,13 +135,11 @@ def _of_kind(words, KIND: tl.constexpr):
 
 @triton.jit
 def load_v4_u32(ptr):
-    """Load four words at once, weak."""
     return _of_kind(_load_four(ptr, "ld.global.v4.b32"), tl.uint32)
 
 
 @triton.jit
 def load_v4_s32(ptr):
-    """Load four words at once, weak."""
     return _load_four(ptr, "ld.global.v4.b32")
 
 
@@ -165,13 +151,11 @@ def load_v4_b32(ptr, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
 
 @triton.jit
 def load_v2_b64(ptr):
-    """Load two 64-bit words at once, volatile."""
     return ptx("ld.volatile.global.v2.b64 {$0, $1}, [$2];", [ptr], (tl.int64, tl.int64))
 
 
 @triton.jit
 def st_v4_b32(ptr, val0, val1, val2, val3, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
-    """Store four words at once; an order of "" is weak."""
     run_ptx(
         f"st.global{_ordered(semantic, scope)}.v4.b32 [$1], {{$2, $3, $4, $5}};",
         [ptr, val0, val1, val2, val3],
@@ -180,13 +164,11 @@ def st_v4_b32(ptr, val0, val1, val2, val3, scope: tl.constexpr = "", semantic: t
 
 @triton.jit
 def st_v4_u32(ptr, val0, val1, val2, val3):
-    """Store four words at once, relaxed."""
     st_v4_b32(ptr, val0, val1, val2, val3, "gpu", "relaxed")
 
 
 @triton.jit
 def st_v2_u32(ptr, val0, val1):
-    """Store two words at once, volatile."""
     run_ptx("st.volatile.global.v2.u32 [$1], {$2, $3};", [ptr, val0, val1])
 
 
@@ -201,7 +183,6 @@ def pack_b32_v2(val0, val1):
 
 @triton.jit
 def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
-    """Add to a word; return the old value."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     name: tl.constexpr = "f" if kind.is_floating() else "u"
@@ -223,7 +204,6 @@ def atomic_add_per_warp(barrier_ptr, value, scope: tl.constexpr, semantic: tl.co
 
 @triton.jit
 def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.constexpr):
-    """Set a word to ``target_val`` if it is ``cmp_val``; return the old value."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     return ptx(
@@ -275,7 +255,6 @@ def _shuffled(mask, value, lane, MODE: tl.constexpr, CLAMP: tl.constexpr):
 
 @triton.jit
 def __shfl_sync_i32(mask, value, laneid):
-    """Return the ``value`` of the thread ``laneid``."""
     return _shuffled(mask, value, laneid, "idx", 31)
 
 
@@ -293,13 +272,11 @@ def __shfl_down_sync_i32(mask, value, delta):
 
 @triton.jit
 def __shfl_xor_sync_i32(mask, value, delta):
-    """Return the ``value`` of the thread whose number differs in the bits ``delta``."""
     return _shuffled(mask, value, delta, "bfly", 31)
 
 
 @triton.jit
 def __ballot_sync(mask, predicate):
-    """Return the mask of the warp's threads whose ``predicate`` is not 0."""
     return ptx(
         """
         {
@@ -317,7 +294,6 @@ def __ballot_sync(mask, predicate):
 
 @triton.constexpr_function
 def _suffix(kind):
-    """Return the PTX type of four 32-bit registers that hold numbers of ``kind``."""
     names = {tl.float32: "f32", tl.bfloat16: "bf16x2", tl.float16: "f16x2"}
     if kind not in names:
         raise ValueError(f"multimem takes float32, bfloat16 and float16, got {kind}")
@@ -366,19 +342,16 @@ def multimem_ld_reduce_p_v4(ptr, mask):
 
 @triton.jit
 def multimem_st_b32(ptr, val0):
-    """Store a word at a multicast address, that is at all ranks, weak."""
     run_ptx("multimem.st.global.b32 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_b64(ptr, val0):
-    """Store 64 bits in the same way."""
     run_ptx("multimem.st.global.b64 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_p_b32(ptr, val, mask):
-    """Do :func:`multimem_st_b32` by threads whose ``mask`` is not 0."""
     run_ptx(
         """
         {
@@ -393,14 +366,12 @@ def multimem_st_p_b32(ptr, val, mask):
 
 @triton.jit
 def multimem_st_v2(ptr, val0, val1):
-    """Store two 32-bit registers at all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
     run_ptx(f"multimem.st.global.v2.{_suffix(kind)} [$1], {{$2, $3}};", [ptr, val0, val1])
 
 
 @triton.jit
 def multimem_st_v4(ptr, val0, val1, val2, val3):
-    """Store four 32-bit registers at all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
     run_ptx(
         f"multimem.st.global.v4.{_suffix(kind)} [$1], {{$2, $3, $4, $5}};",

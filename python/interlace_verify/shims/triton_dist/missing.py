@@ -12,8 +12,6 @@ _ASKED_OF_ALL = {"fn", "run", "value", "hash_attrs", "raw_src", "pytest_plugins"
 
 
 def of(module: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of the stand-in for ``module``."""
-
     def find(name: str) -> Any:
         if name in _ASKED_OF_ALL or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -26,13 +26,11 @@ my_pe, n_pes, team_n_pes = interlace.get_rank, interlace.get_world_size, nvshmem
 
 
 def team_my_pe(team: int) -> int:
-    """Return the number of the calling rank in ``team``."""
     nvshmem.team_size(team)
     return interlace.get_rank()
 
 
-def finalize() -> None:
-    """Do nothing, as memory ends with the run."""
+def finalize() -> None: ...
 
 
 def putmem_on_stream(dest: int, source: int, bytes: int, pe: int, stream: object) -> None:
@@ -56,7 +54,6 @@ def putmem_signal_on_stream(
     pe: int,
     stream: object,
 ) -> None:
-    """Do :func:`putmem_on_stream`, then set the signal there."""
     if sig_op != SignalOp.SIGNAL_SET:
         raise NotImplementedError(f"sig_op must be SIGNAL_SET (9) here, got {sig_op}")
     putmem_on_stream(dest, source, bytes, pe, stream)

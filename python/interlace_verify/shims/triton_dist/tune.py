@@ -10,16 +10,19 @@ import torch
 def autotune(
     config_space: Sequence[dict[str, Any]], key_fn: Any, prune_fn: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call a function with the first of ``config_space``, as the real one does with ``autotune=False``.
-
-    Configurations that ``prune_fn`` rejects for the arguments are skipped.
-    """
+    """Call a function with the first configuration that ``prune_fn`` does not reject for the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def with_the_first(*args: Any, **kwargs: Any) -> Any:
-            others = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith("autotune")}
-            fits = prune_fn if prune_fn and others.get("autotune", True) else lambda *_, **__: True
+            autotune_options = {
+                name: kwargs.pop(name) for name in [*kwargs] if name.startswith("autotune")
+            }
+            fits = (
+                prune_fn
+                if prune_fn and autotune_options.get("autotune", True)
+                else lambda *_, **__: True
+            )
             config = next((c for c in config_space if fits(c, *args, **kwargs)), config_space[0])
             return function(*args, **{**config, **kwargs})
 

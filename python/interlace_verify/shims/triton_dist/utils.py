@@ -31,7 +31,6 @@ dist_print = sleep_async = init_seed = wait_until_max_gpu_clock_or_warning = _no
 
 
 def CUDA_CHECK(err: Any) -> None:
-    """Raise RuntimeError for an error of the driver or of the runtime."""
     if int(err):
         raise RuntimeError(f"Cuda Error: {err}")
 
@@ -45,12 +44,10 @@ def initialize_distributed(*args: object, **kwargs: object) -> Any:
 
 
 def get_triton_dist_world() -> Any:
-    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in symmetric memory. Collective."""
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
     tensor = symmetric_memory.empty(math.prod(extents), dtype=dtype)
     symmetric_memory.rendezvous(tensor)
@@ -70,9 +67,9 @@ def nvshmem_create_tensors(
     shape: int | Sequence[int], dtype: torch.dtype, rank: int, local_world_size: int
 ) -> list[torch.Tensor]:
     """Return symmetric tensors, one for each rank of the node; this rank's one is new."""
-    own = nvshmem_create_tensor(shape, dtype)
+    local_tensor = nvshmem_create_tensor(shape, dtype)
     first = rank - rank % local_world_size
-    return [peers_tensor(own, first + peer) for peer in range(local_world_size)]
+    return [peers_tensor(local_tensor, first + peer) for peer in range(local_world_size)]
 
 
 def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:
@@ -85,12 +82,10 @@ def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:
 
 
 def is_cuda() -> bool:
-    """Return True, as the simulated GPUs are NVIDIA's."""
     return True
 
 
 def is_hip() -> bool:
-    """Return False, as the simulated GPUs are not AMD's."""
     return False
 
 
@@ -99,7 +94,6 @@ has_fullmesh_nvlink = supports_p2p_native_atomic = support_launch_cooperative_gr
 
 
 def has_tma() -> bool:
-    """Return whether the GPU is at least sm_90."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -107,12 +101,10 @@ is_nvshmem_multimem_supported = has_tma
 
 
 def get_device_property(device_id: int = 0) -> Any:
-    """Return torch's properties of the GPU."""
     return torch.cuda.get_device_properties(device_id)
 
 
 def get_device_max_shared_memory_size(device_id: int) -> int:
-    """Return the most shared memory of a program, in bytes."""
     return int(get_device_property(device_id).shared_memory_per_block_optin)
 
 
@@ -127,15 +119,12 @@ def launch_cooperative_grid_options() -> dict[str, bool]:
 
 
 def torch_stream_max_priority() -> int:
-    """Return the most urgent priority of a stream."""
     return -1
 
 
 def requires(
     condition_func: Callable[[], bool],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Refuse calls if a condition does not hold."""
-
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Any:
@@ -157,7 +146,6 @@ def requires_p2p_native_atomic(function: Callable[..., object]) -> Callable[...,
 
 
 def is_fp8_dtype(dtype: torch.dtype) -> bool:
-    """Return whether numbers are 8-bit floating-point numbers."""
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 

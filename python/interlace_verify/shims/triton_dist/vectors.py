@@ -18,8 +18,6 @@ from interlace_verify.shims.symmetric import ptx, run_ptx
 
 
 class VectorType(core.base_type):  # type: ignore[misc]
-    """The type of ``count`` numbers of type ``scalar``."""
-
     def __init__(self, scalar: Any, count: int) -> None:
         self.elem_type, self.vec_size = scalar, count
         self.name = f"{scalar}_v{count}"
@@ -53,16 +51,16 @@ def _by_number(name: str) -> Any:
 
     @core.builtin
     def operator(self: "ThreadVector", other: object, _semantic: object = None) -> "ThreadVector":
-        others = other.values if isinstance(other, ThreadVector) else [other] * len(self.values)
-        pairs = zip(self.values, others, strict=True)
+        right_values = (
+            other.values if isinstance(other, ThreadVector) else [other] * len(self.values)
+        )
+        pairs = zip(self.values, right_values, strict=True)
         return ThreadVector([getattr(a, name)(b, _semantic=_semantic) for a, b in pairs])
 
     return operator
 
 
 class ThreadVector(tl.tensor):  # type: ignore[misc]
-    """A vector of the numbers ``values``."""
-
     __triton_builtin__ = True
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -90,9 +88,8 @@ class ThreadVector(tl.tensor):  # type: ignore[misc]
     @core.builtin
     def to(self, dtype: Any, fp_downcast_rounding: object = None, bitcast: bool = False,
            _semantic: Any = None) -> "ThreadVector":  # fmt: skip
-        """Return each number as ``dtype``."""
-        how = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
-        return ThreadVector([v.to(dtype, **how, _semantic=_semantic) for v in self.values])
+        options = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
+        return ThreadVector([v.to(dtype, **options, _semantic=_semantic) for v in self.values])
 
     @core.builtin
     def recast(self, dtype: Any, _semantic: object = None) -> "ThreadVector":
@@ -141,13 +138,11 @@ def _groups(words: Sequence[object], count: int) -> Iterator[Sequence[object]]:
 
 @core.builtin
 def make_vector(values: Any, _semantic: object = None) -> ThreadVector:
-    """Return the vector of some scalars."""
     return ThreadVector([*values])
 
 
 @core.builtin
 def zeros_vector(vec_size: object, dtype: object, _semantic: object = None) -> ThreadVector:
-    """Return ``vec_size`` zeros."""
     zero = tl.full((), 0, dtype, _semantic=_semantic)
     return ThreadVector([zero] * core._unwrap_if_constexpr(vec_size))
 
@@ -180,7 +175,6 @@ def ld_vector(
 def st_vector(
     ptr: Any, vec: ThreadVector, scope: object = "", semantic: object = "", _semantic: object = None
 ) -> None:
-    """Store the numbers of ``vec`` from ``ptr`` on, as :func:`ld_vector` loads them."""
     kind, count = ptr.dtype.element_ty, len(vec)
     if vec.dtype != kind:
         raise ValueError(f"vec must be of the type of ptr, {kind}, got {vec.dtype}")
@@ -202,10 +196,7 @@ def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
 
 
 class simt_exec_region:
-    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads.
-
-    Code in it is the code of a single thread, as all scalar code is here.
-    """
+    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads."""
 
     __triton_builtin__ = True
 
@@ -214,7 +205,7 @@ class simt_exec_region:
 
     def __enter__(self) -> Any:
         names = "mov.u32 $0, %tid.x;", "mov.u32 $0, %ntid.x;"
-        return tl.tuple([ptx(each, is_pure=True, _semantic=self._semantic) for each in names])
+        return tl.tuple([ptx(name, is_pure=True, _semantic=self._semantic) for name in names])
 
     def __exit__(self, *error: object) -> None: ...
 

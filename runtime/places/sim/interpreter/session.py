@@ -13,9 +13,6 @@ pointers, shift, broadcast or reshape them keep the handle's type, and so the or
 a tensor becomes an argument, and where one number becomes a pointer: there the hooks return the memory that
 the number means. A block of numbers, such as the addresses of all ranks, has no origin; nor has a choice
 between pointers of different origins. Their accesses are looked up one by one.
-
-Tensor descriptors that TMA cannot use are refused here with an error that names their origin: the
-interpreter only asserts.
 """
 
 import difflib
@@ -127,7 +124,7 @@ def checked_descriptor(stock: Callable[..., object]) -> Callable[..., Any]:
         size = base.dtype.element_ty.primitive_bitwidth // 8
         argument = getattr(origin_of(base), "argument", "")
         of = f"a tensor descriptor{f' of {argument}' if argument else ''}"
-        address, steps = int(base.data.item()), [int(each.data.item()) for each in strides]
+        address, steps = int(base.data.item()), [int(stride.data.item()) for stride in strides]
         if address % ALIGNMENT:
             raise ValueError(
                 f"{of}: its base, address {address:#x}, is not a multiple of {ALIGNMENT} bytes"
@@ -273,7 +270,7 @@ def _check(condition: str, holds: Any, message: object) -> None:
 @functools.cache  # a search through the language takes as long as a small run
 def _language() -> list[Replacement]:
     """Return Triton's replacements in its language for interpreted functions, found by making them."""
-    modules = [tl, *(each for each in vars(tl).values() if inspect.ismodule(each))]
+    modules = [tl, *(var for var in vars(tl).values() if inspect.ismodule(var))]
     kinds = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
     before = [(each, dict(vars(each))) for each in (*modules, *kinds)]
     for function in (_uses_language, tl.zeros.fn):
@@ -469,12 +466,10 @@ def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
 
 
 def chosen(pointers: Handle, mask: Mask) -> Numbers:
-    """Return for each pointer whether the mask is set."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
 def as_mask(chosen: Numbers) -> TensorHandle:
-    """Return the handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 
@@ -488,9 +483,9 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def source_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the frames of kernel code, without frames of Triton and of the runtime."""
     return [
-        each
-        for each in outwards(frame)
-        if _of_kernels(each.f_code.co_filename, each.f_globals.get("__name__", ""))
+        outward
+        for outward in outwards(frame)
+        if _of_kernels(outward.f_code.co_filename, outward.f_globals.get("__name__", ""))
     ]
 
 

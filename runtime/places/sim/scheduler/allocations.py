@@ -78,7 +78,6 @@ class MemoryRange:
 
 
 def byte_of(memory: str, offset: int, part: str) -> str:
-    """Return the name of a byte of ``memory``, and of its ``part``, if that has a name."""
     return f"{memory}, byte {offset}" + (f" ({part})" if part else "")
 
 
@@ -129,7 +128,6 @@ class Allocations:
         return memory
 
     def at(self, address: int) -> MemoryRange | None:
-        """Return the allocation that has this address."""
         position = bisect_right(self._bases, address) - 1
         found = self._by_base[self._bases[position]] if position >= 0 else None
         return found if found is not None and address < found.end else None
@@ -153,7 +151,6 @@ class Allocations:
         return byte_of(found.name, offset, found.part(offset))
 
     def part(self, name: str, offset: int) -> str:
-        """Return :meth:`MemoryRange.part` of the memory with that name."""
         return next((e.part(offset) for e in self._by_base.values() if e.name == name), "")
 
     def name(self, address: int) -> str:
@@ -198,7 +195,6 @@ class Allocations:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
     def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
-        """Return the origin of the pointer in a launch's argument."""
         tensor = getattr(tensor, "base", tensor)  # Triton reinterprets one by a wrapper
         if not isinstance(tensor, torch.Tensor):
             return None
@@ -212,7 +208,7 @@ class Allocations:
     def of_number(self, address: int, rank: int) -> MemoryRange | None:
         """Return the allocation that a program means by ``address``; a freed one if that was there."""
         found = self.at(address)
-        nobodys = any(address in each for each in self.nobodys)
+        nobodys = any(address in nobody for nobody in self.nobodys)
         if (found is None or found.is_gone()) and self.complete and not nobodys:
             tensors, around = _tensors_with(address)
             if not tensors:  # it may be the first of many wrong addresses of a loop
@@ -227,7 +223,7 @@ class Allocations:
             return np.zeros(addresses.shape, bool)
         ranges = [self._by_base[base] for base in self._bases]
         bases = np.array(self._bases, np.uint64)
-        ends = np.array([0 if each.is_gone() else each.end for each in ranges], np.uint64)
+        ends = np.array([0 if range_.is_gone() else range_.end for range_ in ranges], np.uint64)
         places = np.searchsorted(bases, addresses, "right").astype(np.int64) - 1
         return (places >= 0) & (addresses + np.uint64(size) <= ends[places])
 
@@ -287,7 +283,7 @@ def _tensors_with(address: int) -> tuple[list[torch.Tensor], range]:
     begin, end = 0, 1 << 64
     for generation in range(3):
         tensors = [each for each in gc.get_objects(generation) if type(each) in kinds]
-        spans = [_span(each) for each in tensors]
+        spans = [_span(tensor) for tensor in tensors]
         if found := [each for each, at in zip(tensors, spans, strict=True) if address in at]:
             return found, range(0)
         begin = max([begin, *(at.stop for at in spans if at.stop <= address)])

@@ -120,7 +120,6 @@ class MemoryCheck:
         return known
 
     def _kept(self, data: Any, origin: Origin | None) -> Any:
-        """Return for each element whether it is in read-only memory."""
         if origin is not None:
             return np.full(data.shape, bool(_read_only(origin, origin.allocation)))
         found = [self._memory.at(address) for address in data.ravel().tolist()]

@@ -25,8 +25,6 @@ class Observer:
     def attach(self, steps: Callable[[], int]) -> None:
         """Note the start of a run; ``steps()`` returns its steps so far."""
 
-    # -- memory ----------------------------------------------------------------------------------
-
     def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
         """Note that a program has loaded."""
 
@@ -98,8 +96,6 @@ class Observer:
 
     def on_stuck(self) -> None:
         """Note that no task can run; polls get a few more tries before this is called a deadlock."""
-
-    # -- order -----------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         """Note that ``task`` starts a kernel; its programs are spawned next."""

@@ -161,10 +161,7 @@ class ProgramHooks:
     def left_open(
         self, kind: str, does: str, text: str, *, at: int | None = None, count: int = 1
     ) -> None:
-        """Report an action whose result is undefined to the collector of findings; the program goes on.
-
-        ``at``: a byte of its shared memory.
-        """
+        """Report an action whose result is undefined to the collector of findings; the program goes on."""
         if self.inside:
             task = self.current
             memory = "" if at is None else f"shared memory of rank {task.rank} {task.who}"
@@ -217,10 +214,7 @@ class ProgramHooks:
     def asynchronous(
         self, pointers: Handle, mask: Mask, perform: Perform, *, value: object, does: str
     ) -> Any:
-        """Do an asynchronous access at its end; observers know of it since its start.
-
-        ``value``: the value that it stores.
-        """
+        """Do an asynchronous access, which may store ``value``, at its end; observers know of its start."""
         task, writes = self.current, does != "loads"
         mask = self._check.allowed(task, pointers, mask, does, writes=writes, atomic=False)
         if self.buffers is not None:
@@ -241,10 +235,7 @@ class ProgramHooks:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """Launch a kernel on the running task's current stream.
-
-        If user code has no streams, the task goes on when the kernel has ended.
-        """
+        """Launch a kernel on the running task's stream; wait for its end if user code has no streams."""
         task = self.current
         name = kernel.__name__
         warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
@@ -325,10 +316,7 @@ class ProgramHooks:
         task.known[read.addresses] = read.values
 
     def spin(self, reads: Sequence[Read]) -> bool:
-        """Suspend a program with distinguished threads, which waits in a loop; ``reads``: all its reads.
-
-        Returns whether one of them has changed since.
-        """
+        """Suspend a program that waits in a loop; return whether one of its ``reads`` has changed since."""
         if self.inside and self.block_polls:
             return self._block_on_memory(self.current, reads, None)
         return True

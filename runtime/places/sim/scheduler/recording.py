@@ -114,7 +114,6 @@ class Recording:
         return min(span.start for span in spans), max(span.end for span in spans)
 
     def arrivals(self, rank: int) -> list[Signal]:
-        """Return the chunks that other ranks published to ``rank``."""
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
 
     def tiles(self, rank: int) -> list[RecordedSpan]:
@@ -127,7 +126,6 @@ class Recording:
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
     def ended_by(self) -> dict[RecordedSpan, Signal]:
-        """Return the publish that ended each wait for a slot."""
         by_slot = _by_slot(self.signals)
         found = {}
         for span in self.spans:
@@ -242,7 +240,6 @@ class _Trace:
 
 
 def title_of(span: RecordedSpan) -> str:
-    """Return the span in words."""
     if span.label:
         return span.label
     return {

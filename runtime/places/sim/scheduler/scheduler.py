@@ -5,9 +5,6 @@ of one rank. Tasks yield before and after every atomic, and sometimes at loads a
 drawn from a seeded generator. So a seed is a schedule, and the same seed gives the same schedule again:
 neither clocks nor threads influence it.
 
-A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. The run
-is recorded as segments, from which ``strategies.Replay`` makes the same schedule again.
-
 A task may *block* on a condition. The scheduler detects polls: if a read-only atomic returns the same value
 twice in a row, the program is spinning, and does not run again until memory changes. So if no task can run,
 none ever will: that is a deadlock. It is found at once and reported with everything that is known about
@@ -144,8 +141,6 @@ class Scheduler(ProgramHooks):
         self._spawned: Counter[tuple[int, str]] = Counter()
         self._digest = hashlib.blake2b(digest_size=8)
 
-    # -- tasks ---------------------------------------------------------------------------------
-
     def spawn(
         self,
         rank: int,
@@ -246,8 +241,6 @@ class Scheduler(ProgramHooks):
 
     def digest(self) -> str:
         return self._digest.hexdigest()
-
-    # -- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until every task has finished.

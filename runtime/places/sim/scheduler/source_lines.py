@@ -107,7 +107,6 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line(task: Task) -> str:
-    """Return the line of the user's code at which a suspended user task is."""
     return line_of(user_frame(task.greenlet.gr_frame))
 
 
@@ -161,7 +160,7 @@ def _compiled_lines(error: BaseException | None) -> list[SourceText]:
     """Return the lines, outermost first, of compiled code that raised ``error`` or its cause, if any."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if found := [each for each in _ptx_lines(frame, around=False) if each.frames]:
+            if found := [line for line in _ptx_lines(frame, around=False) if line.frames]:
                 return found[::-1]
         error = error.__cause__
     return []

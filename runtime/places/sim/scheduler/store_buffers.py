@@ -186,7 +186,6 @@ class StoreBuffers:
             pending.rank_only |= scope == "gpu"
 
     def _split(self, task: Task, threads: Numbers) -> None:
-        """Split stores between ``threads`` and other threads."""
         parted = []
         for pending in self._pending:
             whole = pending.task is not task or pending.ordered or pending.own(threads)

@@ -12,8 +12,6 @@ Priority       probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010
                lowest. Finds a bug that needs ``depth`` ordered events with a known probability.
 Replay         a list of segments (task, points), recorded by another run
 =============  ====================================================================================
-
-This file also has the tasks that the scheduler runs, and a program's position in its launch.
 """
 
 import random

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import interlace
-from sim.ptx import product_kernels
 from sim.ptx.ptx_texts import computed
 
 THREADS, WORDS = 128, 192
@@ -215,61 +213,3 @@ def test_memory_is_read_until_the_wait() -> None:
 def test_shapes_that_do_not_exist_are_named() -> None:
     with pytest.raises(NotImplementedError, match=r"m64n12k16.*is not known"):
         products(("f32", "f16", "f16"), 12)
-
-
-# -- what a compiler makes of products -------------------------------------------------------------
-
-F32, I32 = torch.float32, torch.int32
-COMPILED = [  # factors, sums, columns, depth of a block, whether b is by column, warps
-    (torch.float16, F32, 64, 64, False, 4),
-    (torch.float16, F32, 32, 32, False, 4),
-    (torch.float16, F32, 16, 16, True, 4),
-    (torch.bfloat16, F32, 128, 64, True, 8),
-    (torch.float32, F32, 64, 32, False, 4),
-    (torch.float8_e4m3fn, F32, 64, 64, True, 4),
-    (torch.float8_e5m2, F32, 64, 128, False, 4),
-    (torch.int8, I32, 64, 64, True, 4),
-    (torch.float16, torch.float16, 64, 64, False, 4),
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [COMPILED[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in COMPILED[1:])],
-)
-def test_compiled_products(case: Any) -> None:
-    """Of small whole numbers, so exact; in all swizzles, pipelined, with one warpgroup and two."""
-    dtype, total, columns, depth, by_column, warps = case
-    rows, inner = 16 * warps, 3 * depth
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        shapes = (2 * rows, inner), (inner, columns)
-        a, b = (torch.randint(-4, 5, s, generator=generator).float() for s in shapes)
-        c = torch.zeros(2 * rows, columns, dtype=total)
-        stored = b.t().contiguous() if by_column else b
-        product_kernels.matmul[(2,)](
-            a.to(dtype), stored.to(dtype), c, columns, inner, rows, columns, depth, by_column,
-            num_warps=warps,
-        )  # fmt: skip
-        return c, (a @ b).to(total)
-
-    ((found, expected),) = interlace.run(step, 1, place="ptx", arch=90)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_compiled_attention(dtype: torch.dtype) -> None:
-    """Its second product has a factor in registers, which are written again in the next round."""
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(n, 64, generator=generator).to(dtype) for n in (64, 192, 192))
-        out = torch.zeros(64, 64)
-        product_kernels.attention[(1,)](q, k, v, out, 192, 64, 64)
-        weights = torch.exp2(q.float() @ k.float().t())
-        return out, weights / weights.sum(1, keepdim=True) @ v.float()
-
-    ((found, expected),) = interlace.run(step, 1, place="ptx", arch=90)
-    torch.testing.assert_close(found, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
