@@ -70,6 +70,14 @@ def test_a_users_function_is_run_and_its_kernels_are_linted(
 
 
 @thorough
+def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    code = command("python -m interlace verify all_gather")
+    text = capsys.readouterr().out
+    assert code == 0 and "No findings." in text
+    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
+
+
+@thorough
 def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None:
     wrong = EXAMPLE.read_text().replace("release.sys.cas", "relaxed.sys.cas")
     (tmp_path / "wrong.py").write_text(wrong)
