@@ -1,9 +1,13 @@
 """Arguments of kernels: values that belong together are passed together, as a ``NamedTuple``.
 
-In SASS such a tuple is one parameter per field, in order. The launch makes it with the same class::
+A kernel's parameter may be such a tuple. In SASS it is one parameter per field, in order; in the
+source it is ``input.ptr`` and ``input.stride``. The launch makes it with the same class, so an argument
+list is written only here::
 
     @triton.jit(do_not_specialize=["workspace"])
     def kernel(workspace, input, TILES: tl.constexpr):   # launch: workspace=Workspace(...), input=Rows(...)
+
+Three facts to know:
 
 - Triton ignores ``do_not_specialize`` inside a tuple: by itself it would compile a rank of 1 into the code,
   and compile once more for multiples of 16. The launches of ``interlace.runtime`` correct this for all
@@ -62,7 +66,8 @@ class Extents(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """The rows of this rank among all ranks' rows; they travel in chunks of ``chunk_rows``."""
+    """The rows of this rank among all ranks' rows, and the chunks of ``chunk_rows`` in which they
+    travel."""
 
     rows: Any
     first_row: Any

@@ -80,6 +80,7 @@ def _numbers(bytes, VALUES: tl.constexpr, TILES: tl.constexpr, ALONG: tl.constex
 
 @triton.jit
 def _scales(loaded, TILES: tl.constexpr):
+    """Return scales in fp32."""
     if TILES.SCALE == "fp32":
         made = loaded
     elif TILES.SCALE == "e4m3":

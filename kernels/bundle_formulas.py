@@ -57,7 +57,10 @@ class LackingValueError(ValueError):
 
 
 class LaunchValues:
-    """Launch values, constants of a build, and an op's quantities, each computed at its first use."""
+    """Numbers and lists by name: launch values, constants of a build, and an op's computed quantities.
+
+    A function gets them as attributes. Each is computed at its first use.
+    """
 
     def __init__(
         self, op: str, given: Mapping[str, Any], constants: Mapping[str, int] | None = None

@@ -40,6 +40,7 @@ def scale_tile(acc, epilogue, tile_m, tile_n, rows, N, BLOCK_N: tl.constexpr, TI
 @triton.jit
 def add_bias(acc, bias_ptr, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              TILES: tl.constexpr):  # fmt: skip
+    """Add a bias in fp32."""
     if TILES.BIAS == "n":
         offs_n = tile_offsets(tile_n, BLOCK_N)
         # To fp32 before the sum: a sum in the bias's 16 bits would be one rounding more.
@@ -83,7 +84,8 @@ def store_tile(c_ptr, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def output_operand(c_ptr, N, TILES: tl.constexpr, rows=(1 << 31) - 1):
-    """Return C for ``emit_tile``: a pointer, or a descriptor of ``rows x N``, dense at ``c_ptr``."""
+    """Return C as ``emit_tile`` takes it: a pointer, or a descriptor of ``rows x N``, dense at
+    ``c_ptr``."""
     if TILES.OUT_DESCRIPTOR:
         operand = tl.make_tensor_descriptor(
             c_ptr, [rows, N], [N, 1], [TILES.BLOCK_M, TILES.BLOCK_N // TILES.SUBTILE]

@@ -2,7 +2,8 @@
 
 For a few bytes a separate signal costs more than the data. ``send_words`` stores 64-bit words whose upper
 half is the epoch, and whose lower half is 32 bits of payload; ``receive_words`` polls the words themselves.
-A 64-bit store is seen whole or not at all, so nothing has to be ordered, and both sides are relaxed.
+A 64-bit store is seen whole or not at all, and the word holds all data. So nothing has to be ordered, and
+both sides are relaxed. The accesses themselves are in ``signal.py``.
 
 The caller's protocol ensures that no word is overwritten too early
 (``kernels/collectives/low_latency.py``). The words' memory has a header like a channel (``signal.py``),

@@ -22,7 +22,10 @@ def ceil_div(total: int, part: int) -> int:
 
 
 def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
-    """Return the programs of a persistent grid; ``reserved`` ones of them do something else than tiles."""
+    """Return the programs of a persistent grid: no more than tiles, and than are resident.
+
+    ``reserved`` programs of the grid do something else.
+    """
     return reserved + max(1, min(resident - reserved, tiles))
 
 
@@ -187,7 +190,10 @@ def expert_segment_lines(
 def expert_send_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int, chunk_size: int
 ) -> list[Line]:
-    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ."""
+    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ.
+
+    The chunks of a segment have their own slots: ``kernels/experts/grouped_matmul.py`` explains why.
+    """
     total = len(splits) // world_size
     lines = []
     for step in range(1, world_size):
@@ -294,4 +300,5 @@ def pieces_of(rows: int, block: int, most: int) -> int:
 
 
 def piece_rows(rows: int, block: int, most: int) -> int:
+    """Keys of a piece."""
     return ceil_div(ceil_div(rows, block), pieces_of(rows, block, most)) * block

@@ -13,9 +13,10 @@ The work of a rank is a list of *moves*, one line of integers each, see ``MOVE_C
 programs take the lines in turn. A line waits only for an earlier line of its own rank, for a SEND, or for a
 put. A SEND waits for no line, and a put only for SENDs. So any number of programs makes progress.
 
-A put reads this rank's workspace, never the caller's tensor, because a network card may not be able to read
-that. So rows are staged first, once for all nodes. And this rank publishes arrived data again before it is
-read, so that readers need not know how it arrived.
+Why may a line wait for another line of the same rank? A put reads this rank's workspace, never the
+caller's tensor, because a network card may not be able to read that. So rows are staged first, once for
+all nodes. And this rank publishes arrived data again before it is read, so that readers need not know how
+it arrived.
 """
 
 SEND = 0  # rows of the input go to a peer's workspace, or to the own one, for puts

@@ -39,7 +39,10 @@ _I64 = core.dtype("int64")
 
 
 def _call(symbol, arguments, semantic):
-    """Call ``symbol`` with pairs of a value and its type; it is declared to return an unused int32."""
+    """Call ``symbol``, which returns nothing, with pairs of a value and the type it is passed as.
+
+    It is declared to return an unused int32: extern calls have a result.
+    """
     values = [semantic.cast(semantic.to_tensor(value), kind) for value, kind in arguments]
     kinds = tuple(kind for _, kind in arguments)
     # is_pure=False: the calls are made for their effect; the result is unused.

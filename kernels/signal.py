@@ -37,8 +37,7 @@ or after ``complete_descriptor_stores``. Call ``fence_descriptor_loads`` between
 descriptor.
 
 A program stores into a peer's memory only after ``wait_credit`` has returned ``epoch - 1`` or more. A
-smaller value means that the wait has timed out, and that the peer may still be reading there. The last
-kernel of an op on its stream, ``finish_kernel``, gives the credit: then the workspace is free again.
+smaller value means that the wait has timed out, and that the peer may still be reading there.
 
 Words that carry their own flag need no ordering: see ``flagged_words.py``. Their atomics are in this file.
 
@@ -283,7 +282,10 @@ def store_words(addresses, payload, epoch, COMPILED: tl.constexpr):
 
 @triton.jit
 def look_for_words(addresses, epoch, valid, COMPILED: tl.constexpr):
-    """Return the payload of this rank's words (``flagged_words.py``), and how many have not arrived."""
+    """Return the payload of this rank's words (``flagged_words.py``), and how many have not arrived.
+
+    Relaxed, like :func:`store_words`: data and flag are one 64-bit word, so no ordering is needed.
+    """
     flag = (epoch & 0xFFFFFFFF).to(tl.int32)
     if COMPILED:
         payload, absent = tl.inline_asm_elementwise(
@@ -362,7 +364,8 @@ def wait_kernel(peers, source, slot_byte):
 
 @triton.jit
 def flag_pointer(pads_ptr, owner, world_size, channel, source):
-    """Point to the flag that ``source`` raises for ``owner``; ``pads_ptr`` lists the pads' addresses."""
+    """Point to the flag that ``source`` raises for ``owner``. ``pads_ptr``: table of the pads'
+    addresses."""
     pad = tl.load(pads_ptr + owner).to(tl.pointer_type(tl.int32))
     return pad + (channel * world_size + source)
 

@@ -1,7 +1,9 @@
 """Many slots at once: waits for all of them together, and publishes that share a barrier and a fence.
 
 One after the other, each poll takes a round trip of memory, and each publish waits until all stores so far
-have arrived. Here a vector of slots is read, or set, together, with the accesses of ``signal.py``.
+have arrived. Here a vector of slots is read, or set, together. The accesses are those in ``signal.py``, and
+so is the timeout: bounded by SPIN_LIMIT, at once if the group is aborted, and the first wait that times out
+records which rank it waited for.
 
 The waits are for programs without descriptor stores under way. They return how many slots have not arrived.
 If that is more than 0, the wait has timed out, and the caller must not read the data.
@@ -36,7 +38,10 @@ _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 
 @triton.jit
 def wait_slots(peers, sources, slot_bytes, valid, epoch):
-    """Poll this rank's slots together until all ``valid`` ones have ``epoch``; ``sources`` publish them."""
+    """Poll this rank's slots at ``slot_bytes`` together until all ``valid`` ones have ``epoch``.
+
+    ``sources``: the rank that publishes each.
+    """
     pointers = peer_pointer(peers, peers.rank, slot_bytes)
     header = peer_pointer(peers, peers.rank, 0)
     seen = poll_slots(pointers, valid)
@@ -94,7 +99,10 @@ def wait_credits(peers, epoch):
 
 @triton.jit
 def publish_turn(peers, peer, slot_byte, first, end, programs, epoch):
-    """Publish this program's tiles ``first``, ``first + programs`` ... below ``end`` at ``peer``."""
+    """Publish this program's tiles ``first``, ``first + programs`` ... below ``end`` at ``peer``.
+
+    Tile t has the slot at ``slot_byte + t * 8``.
+    """
     for begin in range(first, end, programs * _TOGETHER):
         tile = begin + tl.arange(0, _TOGETHER) * programs
         publish_slots(peer_pointer(peers, peer, slot_byte + tile * 8), tile < end, epoch)
@@ -120,7 +128,8 @@ def wait_credits_kernel(peers):
     until no peer has anything left to read.
 
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Suppose rank 1's
-    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets -6: the kernel ends.
+    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets it to -6: the kernel
+    ends.
     """
     # In a void channel that epoch is out of reach; the wait counts on ops that peers may still finish.
     if wait_credits(peers, current_epoch(peers)) > 0:

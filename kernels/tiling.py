@@ -1,7 +1,8 @@
 """Orders of rows, chunks and tiles, as pure integer functions.
 
 Plain functions are for the launch side, which makes of them the tables that kernels read. Functions under
-``triton.jit`` are for the device; their ``.fn`` is plain Python, so both kinds are tested without Triton.
+``triton.jit`` are for the device; their ``.fn`` is the plain Python function, so both kinds are tested
+without Triton.
 """
 
 import triton

@@ -147,8 +147,9 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
     ``sends``, ``arrivals``: tables as the module describes; the own chunks are arrivals too.
 
     Ordering: a copier waits for the receiver's credit (it has finished the previous op here), copies,
-    publishes the chunk's slot. A collector waits for the slot, then reads the workspace. Copiers have the
-    lower program ids, so that programs that wait cannot fill a small GPU, and never wait for collectors.
+    publishes the chunk's slot. A collector waits for the slot, then reads the workspace. The
+    workspace is reused only after finish_kernel has given this rank's credit. Copiers have the lower
+    program ids and never wait for collectors.
 
     Example: 2 ranks, 3 elements each, chunks of 2. Rank 0 sends elements 0-1 to slot 0 and element 2
     to slot 1 of rank 1; rank 1 collects its own elements 3-5 from its input, then 0-1 once slot 0 is
@@ -156,6 +157,8 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
+    # Producers have the lower numbers. Whatever part of the grid is resident, the programs that others wait
+    # for have begun. With collectors first, waiting programs could fill a small GPU.
     if program < COPIERS:
         flat = Rows(input_ptr, 1)
         push_chunks(workspace, flat, sends, 1, epoch, Copies(COPIERS, 0, BLOCK))
@@ -167,7 +170,8 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
                 arrivals.ptr, arrival, _COLUMNS
             )
             from_ptr = input_ptr + first_row
-            # Not checked: the copy fills only this rank's output. The loads are in a loop after the wait.
+            # The value of the wait is not checked: the copy fills only this rank's output, of a failed op.
+            # The loads cannot overtake the wait: they are in a loop after it.
             if source != workspace.rank:
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row

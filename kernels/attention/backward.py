@@ -1,18 +1,20 @@
 """Gradients of an attention, recomputed from the results of the forward: output and logarithm of the sums.
 
-Like the forward it works part by part. The keys of one source contribute a partial result to the gradient
-of the queries. This rank's queries contribute to the gradient of these keys, which returns to the source.
-Both are fp32, and are added up in the order of the ranks.
+The backward works part by part like the forward. The keys of one source contribute a partial result to the
+gradient of the queries. This rank's queries contribute to the gradient of these keys, and this contribution
+returns to the source. Both are fp32, and are added up in the order of the ranks.
 
 With P = exp2(score - lse), the weights, dP = dO @ V.T and delta = sum(dO * O), per row::
 
     dS = P * (dP - delta)       dQ = dS @ K * scale       dK = dS.T @ Q * scale       dV = P.T @ dO
 
 There are two kernels and no atomics. One keeps a tile of queries, and loops over tiles of keys. The other
-keeps a tile of keys, and loops over tiles of queries, of all heads that see them in their order. It
-computes ``K @ Q.T``: then P.T and dS.T are in registers as the products need them. One kernel would need
-five products instead of seven. But a tile of queries then gets a sum from several programs. To add these up
-in one order, each would be written and read again in fp32, or programs would wait for each other.
+keeps a tile of keys, and loops over tiles of queries, of all heads that see them in their order. A program
+keeps rows and loops over columns, so the latter computes ``K @ Q.T``. Then P.T and dS.T are in registers as
+the products need them, and both kernels have tiles of the same form. Both compute scores and dP. One kernel
+would need five products instead of seven. But then a tile of queries gets a sum from every tile of keys, of
+several programs. To add these up in one order, without atomics, each would be written and read again in
+fp32, or each program would wait for another.
 """
 
 import triton
@@ -77,7 +79,8 @@ def _weights(product, lse, seen, scale):
 @triton.jit
 def _add_keys(acc, query, grad, key, value, lse, delta, low, high, scale, MASKED: tl.constexpr,
               TILES: tl.constexpr):  # fmt: skip
-    """Add to ``acc``, of queries, a tile of keys that are seen from ``low`` to below ``high``."""
+    """Add to ``acc``, of queries, the contribution of a tile of keys, seen from ``low`` to below
+    ``high``."""
     product = _turned_product(query, key, TILES)
     of_weight = _turned_product(grad, value, TILES)
     seen = between(low, high, TILES.BLOCK_N) if MASKED else None
@@ -257,7 +260,8 @@ def attention_keys_backward_kernel(
     key_ptr, value_ptr = head_pointers(keys.ptr + row * keys.stride, heads, batch, of_head, TILES)
     key = load_places(key_ptr, places, there, TILES.HEAD_DIM, TILES.BLOCK_D)
     value = load_places(value_ptr, places, there, TILES.VALUE_DIM, TILES.BLOCK_V)
-    # Keys beyond the end need no mask, because their results are not stored.
+    # Positions of the keys: first one run, then the other. Keys beyond the end need no
+    # mask, because their results are not stored.
     index = offs_n.to(tl.int32)
     more_position = part.more_position + index - part.rows
     positions = tl.where(index < part.rows, part.position + index, more_position)

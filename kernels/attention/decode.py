@@ -137,6 +137,7 @@ def decode_exchange_kernel(
     """
     ROWS: tl.constexpr = _LANES // WIDTH
     epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
+    # After an earlier timeout this program may not overwrite words again.
     if epoch > 0:
         blocks = tl.cdiv(rows, ROWS)
         first_row = tl.program_id(0) % blocks * ROWS
@@ -188,4 +189,5 @@ def decode_exchange_kernel(
             tl.store(output_ptr + row.to(tl.int64) * VALUE_DIM + column, result, mask=data)
             tl.store(output_lse_ptr + of_row, lse, mask=sums & (first_column == 0))
         end_block(epoch_ptr, epoch, missing)
+    # Counted also after a timeout: the launch side waits for programs to end, not to succeed.
     count_program(peers)

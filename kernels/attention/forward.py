@@ -53,7 +53,8 @@ def all_gather_attention_kernel(
     every part.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait for
-    all slots of a part and load its keys in loops nested below the waits. Copiers have the lowest program
+    all slots of a part and load its keys in loops nested below the waits. The workspace may be rewritten
+    after finish_kernel, which follows on the stream, has given the credit. Copiers have the lowest program
     ids and wait for no keys, so the grid makes progress if it is resident with one consumer.
 
     Example: W = 2, 64 rows per rank in one chunk, 1 batch, 2 heads, tiles of 64 rows, COPIERS = 1, grid 3.
@@ -62,6 +63,7 @@ def all_gather_attention_kernel(
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
+    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if program < COPIES.COPIERS:
         push_chunks(workspace, keys, sends, keys.stride, epoch, COPIES)
     else:
@@ -75,6 +77,7 @@ def all_gather_attention_kernel(
                 # The values of the waits are not checked: a failed op spoils only this rank's results.
                 for slot in range(first_slot, first_slot + slots):
                     wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
+                # The waits order generic loads; TMA reads through another proxy.
                 fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS)
                 gathered_ptr = data_pointer(workspace, workspace.rank, keys.ptr)
                 address = (gathered_ptr + row * keys.stride).to(tl.int64)
@@ -111,7 +114,8 @@ def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.co
     Legend: ``output`` is ``[rows, batches, heads, V]``; ``lse``, ``[batches, heads, rows]``, is the natural
     logarithm of the whole sums, -inf if a row sees no key; then its output is 0. A program per tile.
 
-    Ordering: follows the kernels of the partial results on their stream. Merges in the order of the ranks.
+    Ordering: follows the kernels of the partial results on their stream. Merges in the order of the parts,
+    which is the order of the ranks.
 
     Example: two partial results 1.0 and 4.0 with logarithms 3 and 4, to base 2: the weights are 1/2 and 1,
     the output (0.5 + 4) / 1.5 = 3, its logarithm ln(24).

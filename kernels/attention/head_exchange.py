@@ -9,16 +9,19 @@ Heads are columns of a product before the exchange, and a part of K after it::
                           consumers   | tiles of chunk 0: own K, wait 1, K of 1, wait 2, K of 2 | ...
 
 The first uses the products of ``matmul_reduce_scatter.py``. Tiles of another rank are stored in that rank's
-workspace, at their place in its result. The same programs then copy the arrived tiles into the output,
-because the next op needs the workspace. This rank's part is stored in the output directly.
+workspace, at their place in its result, the next rank's first. Nothing is summed. The same programs then
+copy the arrived tiles into the output, because the next op needs the workspace. This rank's part is stored
+in the output directly.
 
 The second sums over sources, in registers, in the order of the ranks: the same bits in every schedule. A
-tile waits in the middle of its K, so rows travel in chunks: while one is multiplied the next one moves.
+tile waits in the middle of its K. So rows travel in chunks, and while one is multiplied the next one
+travels. Rows of a source are contiguous, because its sends are those of ``transfer.py``.
 
 Each is the gradient of the other's input, with the weight transposed.
 
 Rejected: gathering the tokens and multiplying by the own heads' columns only (``all_gather_matmul.py``), or
-reducing the results of each rank's heads. Both move the hidden size of all tokens, this 1/W of all heads.
+reducing the results of each rank's heads. Both move the hidden size of all tokens, this a W-th of all
+heads.
 """
 
 import triton
@@ -53,8 +56,10 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
     for step in range(workspace.world_size):
         start = step * tiles
         first = first_tile(start, tl.program_id(0), tl.num_programs(0))
+        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
             owner = (workspace.rank + 1 + step) % workspace.world_size
+            # After a timeout the owner may still be reading memory that this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 # As integers: facts that the compiler knows about one address must not apply to the other.
                 address = output_ptr.to(tl.int64)
@@ -76,6 +81,7 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
                 if owner != workspace.rank:
                     # Looked up again: products leave no register for it.
                     first_slot = tl.load(shards_ptr + workspace.rank * _SHARD + 2) - start
+                    # After the products: a publish begins with a barrier, which would end the pipeline.
                     publish_turn(workspace, owner, workspace.slot_offset + first_slot * 8, first,
                                  start + tiles, tl.num_programs(0), epoch)  # fmt: skip
 
@@ -114,7 +120,8 @@ def matmul_all_to_all_kernel(
     Ordering: a producer waits for the owner's credit, stores its tiles of that owner, waits until
     descriptor stores among them are complete, then publishes the slot of each. The owner waits for a
     tile's slot, then loads it. Waits for data begin only after everything that others wait for, so no
-    order of programs blocks.
+    order of programs blocks. The workspace is free again when finish_kernel, next on the stream, has
+    given this rank's credit.
 
     Example: W = 2, 64 rows each, 64 columns for each, 64 x 64 tiles, one program. Rank 0 stores its rows
     times columns 64-127 in rows 0-63 of rank 1's workspace and publishes slot 0 there; its rows times
@@ -151,7 +158,7 @@ def all_to_all_matmul_kernel(
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. A consumer waits for
     a source's slot when its tile reaches that source's part of K, and loads in a loop nested below the
     wait. Copiers have the lowest program ids and wait for no data, so the grid makes progress if it is
-    resident with one consumer.
+    resident with one consumer. The workspace is free again as in ``matmul_all_to_all_kernel``.
 
     Example: W = 2, 64 rows each in one chunk, N = 64, 64 x 64 tiles, COPIERS = 1, grid 2. Program 0 of rank
     0 copies rows 64-127 to rank 1 and publishes slot 0 there. Program 1 multiplies rows 0-63 of its input
@@ -159,6 +166,7 @@ def all_to_all_matmul_kernel(
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
+    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if program < COPIES.COPIERS:
         push_chunks(workspace, input, sends, K, epoch, COPIES)
     else:

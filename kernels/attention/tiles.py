@@ -5,7 +5,8 @@ V. Keys and values are *packed*: row n has the keys ``[batches, key heads, D]``,
 ``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
 A query sees one interval of positions (``Spans``): this covers causal masks, windows and packed sequences.
-A part is one or two runs of the sequence: two if a rank has a chunk from the front and one from the back.
+Keys know their positions because a part is one or two runs of the whole sequence (two if a rank has one
+chunk from the front and one from the back).
 
 Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
 """
@@ -45,6 +46,7 @@ def place_of_tile(tile, tiles_m, heads):
 
 @triton.jit
 def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
+    """Point to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
     offs_d = tl.arange(0, BLOCK)
     # int64 before the products: a batch times its stride may pass 2**31 elements.
     head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
@@ -192,6 +194,7 @@ def soften(product, largest, total, scale):
 
 @triton.jit
 def weigh(acc, before, weight, value, TILES: tl.constexpr):
+    """Return ``acc * before + weight @ value``."""
     weight = weight.to(value.dtype)
     return tl.dot(weight, value, acc * before[:, None], input_precision=TILES.INPUT_PRECISION)
 

@@ -2,12 +2,13 @@
 
 A message is cut into blocks of ``WORDS`` 32-bit words. Program b does only block b, on every rank
 (``row_norms.py``: a program does the blocks of a row). A block has its own epoch and words, which no other
-block touches. So messages of different lengths may follow each other: an unneeded block skips the op.
+block touches. So messages of different lengths may follow each other: if a message does not need a block,
+the block skips that op.
 
 Memory of a rank, after the header: an int64 epoch per block, then words (int64) by ``[block][epoch %
 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The user's memory is seen
-in units of ``UNIT`` bytes: 4, 2 or 1, the most that its address and length allow. Words are the same
-whatever the unit, so ranks need not agree.
+in units of ``UNIT`` bytes: 4, 2 or 1, the most that its address and length allow. The last word of a
+message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
 
 Ordering, of all kernels here: **in every op a program sends all its words to every other rank, and waits
 for at least one word of every other.** No credit is needed, and two sets of words, for even and odd epochs,
@@ -17,17 +18,19 @@ are enough::
     op e + 1 ended because B's word of epoch e + 1 arrived;
     B sent that in its op e + 1, which began after its op e had ended: B has read all words of epoch e.
 
-Payload is never taken for a flag: each has its own 32 bits. The flag is the epoch modulo 2**32. A program
-writes its words in every op, also beyond the end of the message. So an old word is from two epochs ago, or
-zero in new memory, and epochs begin with 1. Even after flags have wrapped around, an old word never has the
-flag of the current epoch. By the proof above there is no newer word, so flags are compared for equality.
+The flag tells a word of this epoch from older ones. Payload is never taken for a flag: each has its own 32
+bits. The flag is the epoch modulo 2**32. A program writes its words in every op, also beyond the end of the
+message. So an old word is from two epochs ago, or zero in new memory, and epochs begin with 1. Even after
+flags have wrapped around, an old word never has the flag of the current epoch. The comparison is for
+equality, because by the proof above no newer word can be there.
 
 A program that has timed out stores its epoch with the sign changed, and does nothing from then on: it
 cannot know that the others have read the words that it would overwrite. Nor does it store an output if some
 of its words have not arrived.
 
-All ranks add in rank order, in fp32: same bits everywhere. Programs wait for programs of the same number
-only. So there is progress as long as every rank's lowest-numbered program that has not ended is resident.
+All ranks add in rank order, in fp32: same bits everywhere, like in ``reduction.py``.
+Programs wait for programs of the same number only. So there is progress as long as, on every rank, the
+lowest-numbered program that has not ended is resident.
 
 Rejected: credits (this protocol saves a signal per op and peer), one flag per 8 or 16 bytes of a wider
 store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second round),
@@ -53,6 +56,8 @@ def block_epoch(peers, epochs_offset, block):
 def _word_bytes(lot, world_size, source, WORDS: tl.constexpr):
     """Return byte offsets of a block's words from ``source``, in every rank's memory."""
     block = lot.block.to(tl.int64)
+    # Two sets of words, by even and odd epochs: with one, a rank that is an op ahead would overwrite words
+    # that a slower one has not read.
     region = ((block * 2 + lot.epoch % 2) * world_size + source) * WORDS
     return lot.offset + (region + tl.arange(0, WORDS)) * 8
 
@@ -68,7 +73,8 @@ def load_units(pointer, index, units, UNIT: tl.constexpr):
             # The last word may be in part beyond the end: the mask is per unit.
             unit = index * (4 // UNIT) + part
             value = tl.load(pointer + unit, mask=unit < units, other=0).to(tl.int32)
-            # Narrow integers are extended by their sign, which would set the bits of later units.
+            # Narrow integers are extended by their sign: without the mask it would set the bits of later
+            # units.
             words = words | ((value & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * part))
     return words
 
@@ -88,6 +94,7 @@ def store_units(pointer, index, units, words, UNIT: tl.constexpr):
 @triton.jit
 def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
     byte_offsets = _word_bytes(lot, peers.world_size, peers.rank, WORDS)
+    # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
         peer = (peers.rank + step) % peers.world_size
         send_words(peers, peer, byte_offsets, payload, lot.epoch, COMPILED)
@@ -95,7 +102,8 @@ def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr
 
 @triton.jit
 def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the words of ``source``, ``own`` if that is this rank, and how many ``wanted`` are missing."""
+    """Return the words of ``source`` (``own`` if that is this rank), and how many ``wanted`` are
+    missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
     # The own words are in registers, and are not sent.
@@ -139,6 +147,8 @@ def low_latency_all_gather_kernel(
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
+        # All WORDS are sent, beyond the end as zeros: a word that was left out 2**32 times would have the
+        # right flag.
         own = load_units(input_ptr, index, units, UNIT)
         lot = Lot(words_offset, epoch, tl.program_id(0))
         send_to_all(peers, lot, own, WORDS, COMPILED)
@@ -149,6 +159,7 @@ def low_latency_all_gather_kernel(
                 store_units(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
         end_block(epoch_ptr, epoch, missing)
+    # Counted also after a timeout: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
 
@@ -201,6 +212,7 @@ def low_latency_all_reduce_kernel(
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
+        # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
         for source in range(peers.world_size):
             payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             missing += lost
@@ -216,6 +228,7 @@ def low_latency_all_reduce_kernel(
             total = low.to(tl.int32, bitcast=True)
         else:
             total = _bits(low, HALF) | (_bits(high, HALF) << 16)
+        # A sum must include all ranks: otherwise the output stays as it was.
         if missing == 0:
             store_units(output_ptr, index, units, total, UNIT)
         end_block(epoch_ptr, epoch, missing)

@@ -77,10 +77,14 @@ def broadcast_vectors(peers, multicast, byte, from_address, valid,
 @triton.jit
 def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
                 DTYPE: tl.constexpr, BROADCAST: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
-    """Sum 16-byte vectors of all ranks' buffers, for all ranks (``BROADCAST``) or to ``to_address``."""
+    """Sum the 16-byte vectors at ``from_byte`` of all ranks' buffers.
+
+    They go to ``to_byte`` of every rank's buffer (``BROADCAST``), or to ``to_address`` here.
+    """
     if MULTIMEM:
         fence_addresses(True)
-        # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. fp32 has no such suffix.
+        # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. fp32 has no such
+        # suffix.
         PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
         KIND: tl.constexpr = "v4.f32" if DTYPE.is_fp32() else "acc::f32.v4." + PAIR
         STORE: tl.constexpr = (
@@ -202,7 +206,7 @@ def multimem_all_gather_kernel(
 
     Ordering: a program waits for every rank's credit, stores its blocks of the own shard to all ranks,
     publishes the slot of each at every rank; then it takes blocks of all ranks, each after its slot.
-    Sending waits for nothing of this op.
+    Sending waits for nothing of this op. finish_kernel gives the credit for reuse.
 
     Example: W = 2, 6 elements each, BLOCK = 4, one program per rank: rank 1 stores its blocks 2 and 3 (4
     and 2 elements) to both ranks and publishes slots 2 and 3 at both; then it copies blocks 0-3.
@@ -280,6 +284,8 @@ def multimem_reduce_scatter_kernel(
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
     staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
+    # All ranks' credits, although only the own buffer is written: every owner reads from it, and must have
+    # finished the op before.
     if wait_credits(workspace, epoch) == 0:
         for step in range(workspace.world_size):
             owner = (workspace.rank + 1 + step) % workspace.world_size
@@ -371,7 +377,8 @@ def multimem_all_reduce_kernel(
     ):
         slot_byte = workspace.slot_offset + block * 8
         arrived = wait_sources(workspace, slot_byte, blocks, epoch) == 0
-        # This sum goes into all ranks' memory: it needs their credits, and all inputs.
+        # This sum goes into all ranks' memory: it needs their credits, and inputs that have all
+        # arrived.
         if free & arrived:
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)

@@ -9,7 +9,8 @@ means::
     "late"     its address: a put only signals, and the receiver copies the data when it waits
 
 A network is between the last two: it reads the source some time after the put has begun and before the
-receiver is notified. Code that is right for both, which ``interlace.verify`` runs, is right for a network.
+receiver is notified. Code that is right for both is right for times in between; ``interlace.verify`` runs
+both.
 
 Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 """
@@ -59,7 +60,8 @@ def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.conste
     """Send a ``Span`` of the own buffer to ``peer``'s, then set its slot.
 
     The put sends the bytes that this program has stored there, or has waited for. The source may be read
-    until ``quiet_kernel`` has ended, so this rank gives its credit after that kernel.
+    until ``quiet_kernel`` has ended. That is before this rank gives its credit, so no rank overwrites it
+    earlier.
     """
     if PUT == "nvshmem":
         # Own addresses on both sides: NVSHMEM translates them into addresses of `pe`, whose buffer has the
@@ -71,7 +73,8 @@ def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.conste
         )
     else:
         if PUT == "stores":
-            # Other threads have stored what this one copies; NVSHMEM's put has this barrier.
+            # Other threads of this program have stored what this one copies. NVSHMEM's block put has
+            # this barrier in it.
             tl.debug_barrier()
             to_ptr = byte_pointer(peers, peers.world_size + peer, span.to_byte)
             from_ptr = byte_pointer(peers, peers.rank, span.from_byte)
@@ -144,7 +147,8 @@ def move_kernel(
         from_byte = workspace.data_offset + from_row * columns * element_bytes
         to_byte = workspace.data_offset + to_row * columns * element_bytes
         # + 1: a credit is good from epoch - 1 on, a slot from epoch on, so one comparison does for both.
-        # For LAND the peer is this rank itself, whose credit is there unless the channel is void.
+        # For LAND the peer is this rank itself, whose credit is always there, unless the channel is
+        # void.
         ready = wait_credit(workspace, peer, epoch) + 1
         # The rows of this line must have arrived before. Earlier lines never wait for this line or a
         # later one (see order.py), so any number of programs makes progress.
@@ -157,7 +161,8 @@ def move_kernel(
             else:
                 seen = wait(workspace, source, waited_byte, epoch)
             ready = tl.minimum(ready, seen)
-        # Not after a timeout: the peer's memory may be in use.
+        # Not after a timeout: the peer's memory may be in use, and there may be nothing to
+        # pass on.
         if ready >= epoch:
             if kind == _PUT:
                 span = Span(from_byte, to_byte, elements * element_bytes)
@@ -174,7 +179,8 @@ def move_kernel(
                     else:
                         copy_chunk(to_ptr, from_ptr, input.stride, rows, columns,
                                    BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
-                # LAND copies nothing here: it signals this rank's readers, which need not know about puts.
+                # LAND copies nothing here: it signals this rank's own readers, which need not know about
+                # puts.
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
 
 

@@ -37,7 +37,10 @@ def float_region(peers, byte_offset):
 
 @triton.jit
 def wait_node(peers, node, slot_byte, slots_each, epoch):
-    """Wait for the contribution of every rank of the node; return how many are missing after a timeout."""
+    """Wait for the contribution of every rank of the node; return how many are missing after a timeout.
+
+    ``slot_byte`` is the first member's slot; member i has it ``i * slots_each`` later.
+    """
     missing = tl.zeros((), tl.int32)
     for first in range(0, node.num_members, _TOGETHER):
         member = first + tl.arange(0, _TOGETHER)
@@ -126,10 +129,14 @@ def node_reduce_scatter_kernel(
         start = start.to(tl.int32)
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         first = first_tile(start, program, programs)
+        # A program without a piece of this part waits for no credit.
         if first < end:
+            # The credit of the rank that sums the part: the contribution goes into its memory, not the
+            # owner's.
             if wait_credit(workspace, summing, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, summing, input_ptr)
-                # [region of the owner][member]: each contribution has its own place.
+                # [region of the owner][member]: each contribution has its own place, which no other rank
+                # uses.
                 to_ptr += place * region + own_member * stride
                 for each in range(first, end, programs):
                     element = tl.cast(each - start, tl.int64) * piece
@@ -140,6 +147,8 @@ def node_reduce_scatter_kernel(
                     publish(
                         peer_pointer(workspace, summing, workspace.slot_offset + slot * 8), epoch
                     )
+    # Waits for data begin here. A sum for another node waits for contributions only, and those are stored
+    # above by every program before it waits: no order of programs can block.
     partials_ptr = float_region(workspace, regions.partial_offset)
     for number in range(duties.count):
         owner, place, _, elements, start = table_line(duties.ptr, number, _PART)
@@ -166,7 +175,8 @@ def node_reduce_scatter_kernel(
                     mask = offsets < count
                     total = sum_contributions(num_members, contributions_ptr, stride, offsets, mask)
                     tl.store(partial_ptr + offsets, total, mask=mask)
-                # One put per piece, as soon as it is summed. `* 4`: partial sums are fp32.
+                # One put per piece, as soon as it is summed. `* 4`: partial sums are fp32, whatever the
+                # dtype.
                 span = Span(
                     regions.partial_offset + (place * stride + element) * 4,
                     regions.landing_offset + (node.own_node * stride + element) * 4,
@@ -187,7 +197,8 @@ def node_reduce_scatter_kernel(
                 slot_byte = workspace.slot_offset + each * 8
                 wait_node(workspace, node, slot_byte, slots_each, epoch)
             else:
-                # Values of these waits are not checked: the sum stays here, in an op that failed.
+                # The values of these waits are not checked: the sum stays on this rank, in an op that
+                # failed.
                 source = tl.load(node.sums_ptr + 2 * other)
                 place = tl.load(node.sums_ptr + 2 * other + 1)
                 span = Span(

@@ -32,15 +32,16 @@ def sum_contributions(sources, contribution_ptr, elements_per_source, offsets, m
                       AVERAGE: tl.constexpr = False):  # fmt: skip
     """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32.
 
-    Some sources are loaded before the first is added, else each round would take a full memory latency.
-    Where ``mask`` is false the sum is 0.
+    Some sources are loaded before the first is added: one after the other, each round would take a full
+    memory latency. Where ``mask`` is false the sum is 0.
     """
     total = tl.zeros(offsets.shape, dtype=tl.float32)
     # Rank order, not the order of arrival: fp32 sums depend on it, and ranks must get the same bits.
     for first in range(0, sources, _AT_ONCE):
         for number in tl.static_range(_AT_ONCE):
             source = first + number
-            # Beyond the last source zeros are added, which change no bit: the sum is never -0.
+            # Beyond the last source zeros are added, which change no bit: a sum that began as +0 is
+            # never -0.
             valid = source < sources if mask is None else mask & (source < sources)
             # int64 before the product: all contributions may pass 2**31 elements.
             part_ptr = contribution_ptr + tl.cast(source, tl.int64) * elements_per_source
@@ -125,11 +126,14 @@ def reduce_scatter_kernel(
                         from_ptr = input_ptr + first_element + element
                         copy_elements(to_ptr + element, from_ptr, count, BLOCK)
                     publish_turn(workspace, owner, slot_byte, begin, end, programs, epoch)
+    # Waits for data begin only here: a program has by now sent everything that others wait for, so no order
+    # of programs can block.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
         slot_byte = workspace.slot_offset + block * 8
-        # Its value is not checked: the sum goes into this rank's own output only, of an op that failed.
+        # Its value is not checked: the sum goes into this rank's own output only, of an op that
+        # failed.
         wait_sources(workspace, slot_byte, own_blocks, epoch)
         sum_block(output_ptr, workspace.world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
 
@@ -167,7 +171,8 @@ def all_reduce_kernel(
             # tl.cast, as a loop's variable has no .to() in the interpreter, where it is a Python number.
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)
-            # The next rank first, so that no rank is the target of all others at once.
+            # The next rank first, so that no rank is the target of all others at once; this rank itself
+            # is last.
             for step in range(workspace.world_size):
                 peer = (workspace.rank + 1 + step) % workspace.world_size
                 to_ptr = data_pointer(workspace, peer, input_ptr) + region

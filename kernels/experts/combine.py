@@ -9,13 +9,17 @@ over slots, 0, 1, 2 ..., in fp32, and is rounded once. It does not depend on the
 on timing. The price is bytes: a token with several experts on one rank comes back as many times.
 
 The second matmul of a mixture of experts is a grouped matmul whose rows return home as they are computed.
-A *segment*, the rows of one expert for one rank, is contiguous here and at home. The persistent matmul
-computes the rows of the next rank first and its own last. It stores each tile into the workspace of its
-destination rank. Then the same programs sum every token's rows by slot::
+
+Rows are sorted by expert, then by the rank that they came from, and return there. A *segment*, the rows of
+one expert for one rank, is contiguous here and at home. The persistent matmul computes the rows of the next
+rank first and its own last, like matmul + reduce-scatter. Each tile is stored into the workspace of its
+destination rank. A program signals once it has stored all of its tiles for a rank there. Then the same
+programs sum every token's rows by slot::
 
     rank 0 of 3  | rows of rank 1: experts a, b | rows of rank 2: a, b | own rows: a, b | sum by slot |
                                              publish              publish            publish
 
+So no part of the product is written twice, and nothing is sorted: tiles are stored at their final places.
 A program signals every rank, also one for which it has no tile. The tile that a token waits for depends on
 the routing, and to compute that takes longer than to wait for all.
 
@@ -50,7 +54,7 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
     ROWS: tl.constexpr = SLOTS.SUM_ROWS
     COLUMNS: tl.constexpr = SLOTS.BLOCK_COLUMNS
     # All waits before the sums: a token's rows come from any rank, by any of its programs. If rows are
-    # missing nothing is summed, because the op has failed.
+    # missing nothing is summed: the sum would be wrong, and the op has failed.
     if wait_all(workspace, workspace.slot_offset, each, epoch, _POLLED) == 0:
         tiles_n = tl.cdiv(N, COLUMNS)
         tiles = tl.cdiv(combined.own_tokens, ROWS) * tiles_n
@@ -91,7 +95,7 @@ def combine_kernel(workspace, rows, segments_ptr, combined, sizes, N, SLOTS: tl.
 
     Ordering: a sender waits for the owner's credit, stores, publishes its slot, one per source and sender.
     Waits for rows begin when all is sent, so no order of programs blocks. Sums are loaded after the wait
-    for all slots.
+    for all slots. The workspace may be written again after finish_kernel.
 
     Example: W = 2, E = 1, TOPK = 2, rank 0's tokens have experts (0, 1) and (1, -), rank 1 has none. Rank
     1's ``segments`` are [[0, 2, 1], [2, 0, 0]]: rows 0 and 1 go to rows 1 and 2 of rank 0, which has sent
@@ -141,6 +145,7 @@ def _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_
             b_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.stride_e
             b = columns_operand(b_ptr, weight, N, K, TILES)
             of_expert = Epilogue(bias_ptr + expert * N, None, None)
+            # No wait and no publish in this loop, or it would not be pipelined across tiles.
             for number in tl.range(
                 first, end, programs, flatten=TILES.FLATTEN, warp_specialize=TILES.WARP_SPECIALIZE
             ):
@@ -176,7 +181,8 @@ def grouped_matmul_combine_kernel(
 
     Ordering: a program waits for a rank's credit, stores its tiles there, publishes slot (source, program).
     Waits for rows begin when all tiles have been stored, so no order of programs blocks; sums are loaded
-    after the wait for all slots.
+    after the wait for all slots. The workspace is free again when finish_kernel, next on the stream, has
+    given this rank's credit.
 
     Example: W = 2, E = 1, one program per rank, TOPK = 2, rank 0's tokens have experts (0, 1) and (1, -).
     On rank 1 ``segments`` is [[0, 2, 1], [2, 0, 0]]: it multiplies rows 0 and 1, stores them as rows 1 and
@@ -187,10 +193,12 @@ def grouped_matmul_combine_kernel(
     epoch = current_epoch(workspace)
     programs = tl.num_programs(0)
     world_size = workspace.world_size
+    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     start = tl.zeros((), tl.int32)
     for step in range(world_size):
         peer = (workspace.rank + 1 + step) % world_size
+        # After a timeout the rank may still be reading memory that this op would overwrite.
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             home_ptr = data_pointer(workspace, peer, combined.output_ptr)
             start = _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_ptr,

@@ -141,7 +141,8 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
 
     Ordering: a sender waits for the receiver's credit, stores, publishes its slot. Program 0 first does so
     with the counts, and waits for the counts of all ranks when it has sent everything. Senders wait only
-    for credits, so no order of programs blocks. The next kernel on the stream reads the segments.
+    for credits, so no order of programs blocks. The next kernel on the stream reads the segments. The
+    workspace may be written again after finish_kernel.
 
     Example: W = 2, E = 1, TOPK = 2, tokens with experts (0, 1) and (1, -): rank 0's ``counts`` are [1, 0,
     1] and [2, 1, 2], ``tokens`` [0, 1] and [0, 1]. Token 0 goes to row 0 of its region on ranks 0 and 1,
@@ -155,6 +156,7 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
     if program == 0:
         send_counts(workspace, counts_ptr, regions.counts_byte, sizes, epoch)
     for item in range(program, world_size * sizes.senders, tl.num_programs(0)):
+        # The next rank first, so that the ranks do not all send to one rank.
         peer = (workspace.rank + 1 + item) % world_size
         sender = item // world_size
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
@@ -226,7 +228,8 @@ def dispatch_receive_kernel(workspace, rows, result, segments_ptr, regions, size
     ``rows`` only sizes and types are used. Programs divide the blocks of tokens among themselves.
 
     Ordering: a program waits for the slot of the sender whose block it takes, and loads in a branch after
-    the wait. If the wait has timed out it takes nothing, as the numbers of rows may be wrong.
+    the wait. If the wait has timed out it takes nothing, as the numbers of rows may be wrong. In a void
+    channel nothing is read. The workspace may be written again after finish_kernel.
 
     Example: the same as above. On rank 1 program 0 waits for slot 2 of rank 0's only sender and copies
     tokens 0 and 1 of region 0 to rows 0 and 1: slot 1 of token 0 and slot 0 of token 1 have its expert.

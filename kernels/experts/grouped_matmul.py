@@ -69,6 +69,7 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     world_size = workspace.world_size
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: making a descriptor costs a write and a fence.
     own = rows_operand(input.ptr, input.stride, K, TILES)
     gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
     whole_c = output_operand(output_ptr, N, TILES)
@@ -113,7 +114,8 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
                 stride = input.stride + tl.zeros((), tl.int64)
                 whole = own
                 if source != workspace.rank:
-                    # One wait per chunk. Its value is not checked: tiles go into this rank's own output.
+                    # One wait per chunk. Its value is not checked: tiles go into this rank's own
+                    # output.
                     slot = first_slot + first_row // chunk_rows
                     slot_byte = workspace.slot_offset + slot * 8
                     wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
@@ -173,9 +175,10 @@ def grouped_matmul_kernel(
     ``t % P == p``: all programs in rows of the last source, only consumers before.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
-    for the slot and load the chunk in a loop nested below the wait. Copiers have the lowest program ids,
-    and wait for chunks only when they have sent all of theirs. So the grid makes progress if the copiers
-    of every rank are resident together, with one consumer each.
+    for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
+    after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
+    the lowest program ids, and wait for chunks only when they have sent all of theirs. So the grid makes
+    progress if the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
     and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``segments`` is [[0, 3, 0],
@@ -186,6 +189,7 @@ def grouped_matmul_kernel(
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
+    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
         if program < COPIES.COPIERS:
             push_chunks(workspace, input, sends, K, epoch, COPIES)

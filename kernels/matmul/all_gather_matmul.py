@@ -65,9 +65,10 @@ def all_gather_matmul_kernel(
     address that stands for all ranks' buffers.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
-    for the slot and load the chunk in a loop nested below the wait. Copiers have the lowest program ids,
-    and wait for chunks only when they have sent all of theirs. So the grid makes progress if the copiers
-    of every rank are resident together, with one consumer each.
+    for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
+    after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
+    the lowest program ids, and wait for chunks only when they have sent all of theirs. So the grid makes
+    progress if the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, one chunk of 64 rows per rank, N = 128, 64 x 64 tiles, COPIERS = 1, grid 3. Program
     0 of rank 0 copies its rows to rank 1 and publishes slot 0 there. Programs 1 and 2 compute tiles 0
@@ -81,6 +82,7 @@ def all_gather_matmul_kernel(
     # The last chunks, as many as a rank sends at a time, arrive when this rank has sent its own last. The
     # first is this rank's shard, which keeps consumers busy until then.
     shared_chunk = tl.maximum(chunks.count - COPIES.COPIERS, 1).to(tl.int32)
+    # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
         if program < COPIES.COPIERS:
             SCALED: tl.constexpr = TILES.SCALES == "row"
@@ -103,6 +105,7 @@ def all_gather_matmul_kernel(
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: making a descriptor costs a write and a fence.
     own = rows_operand(input.ptr, input.stride, K, TILES)
     gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
@@ -114,7 +117,8 @@ def all_gather_matmul_kernel(
         rows = tl.load(line + 2).to(tl.int32)
         output_row = tl.load(line + 3)
         slot = tl.load(line + 4)
-        # Tiles are numbered over all chunks: programs without one here begin with the next chunk.
+        # Tiles are numbered over all chunks, so programs without a tile of one chunk begin with the
+        # next.
         start = tl.load(line + 5).to(tl.int32)
         # Programs that take part count from 0: each tile number must belong to one of them.
         absent = tl.where(chunk < shared_chunk, COPIES.COPIERS, 0)

@@ -54,12 +54,14 @@ def _load(ring, workspace, input, weight, chunks, extents, N, K, TILES: gl.const
         rows = gl.load(line + 2).to(gl.int32)
         start = gl.load(line + 5).to(gl.int32)
         _, _, first, end = share(start, rows, N, TILES)
+        # A program without a tile of this chunk does not wait for it.
         if first < end:
             if source == workspace.rank:
                 row = gl.load(line + 1)
                 place, phase = load_part(ring, own, b, start, rows, row, N, K, place, phase, TILES)
             else:
                 wait(workspace, source, workspace.slot_offset + gl.load(line + 4) * 8, epoch)
+                # The wait orders generic loads; TMA reads through another proxy.
                 fence_descriptor_loads(TILES.COMPILED)
                 row = gl.load(line + 3)
                 place, phase = load_part(ring, gathered, b, start, rows, row, N, K, place, phase,

@@ -13,17 +13,21 @@ target of all ranks at once. Summing in the same kernel needs no further stream,
 never waits for a sum of this op, no order of programs can block.
 
 Why not a signal after every tile? A publish has a barrier, and a loop with a barrier in it is not pipelined
-across tiles. And it has a fence, which waits until all stores have arrived at the owner. An owner waits for
-a tile only after it has produced its own rows, which come last. By then all others have been publishing for
-the time of one part.
+across tiles. And it has a fence, which waits until all stores have arrived at the owner. So a program's
+tiles of an owner are published together, with one barrier and one fence. An owner waits for a tile only
+after it has produced its own rows, which come last. By then all others have been publishing for the time of
+one part.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile; for
 9.0 there is one, after products that gain more: ``matmul_reduce_scatter_roles.py``).
 
-For small outputs, where latency counts and W-fold traffic does not, the one-shot all-reduce sends every
-partial tile to every rank, and every rank sums all in rank order. For larger ones the launch side takes
+Fused matmul + all-reduce, one-shot: every partial tile goes to every rank, every rank sums all.
+
+For small outputs, where latency counts and W-fold traffic does not. For larger ones the launch side takes
 ``matmul_reduce_scatter`` followed by an all-gather of the same parts.
+
+All ranks add the same contributions in rank order, so the results are bitwise equal on all ranks.
 """
 
 import triton
@@ -127,6 +131,7 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
     programs = tl.num_programs(0)
     rank = workspace.rank
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
@@ -139,7 +144,8 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
         if first < start + tiles:
             # After a timeout the owner may still be reading memory that this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
-                # Region [rank] of the owner: every source has its own.
+                # Region [rank] of the owner: every source has its own, so sources do not overwrite each
+                # other.
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
@@ -173,7 +179,8 @@ def matmul_reduce_scatter_kernel(
 
     Ordering: a producer waits for the owner's credit, stores its tiles of that owner, and waits until
     descriptor stores among them are complete; then it publishes the slot (source, tile) of each. The
-    owner waits for the slots of all sources, then loads.
+    owner waits for the slots of all sources, then loads. The workspace is free again when
+    finish_kernel, next on the stream, has given this rank's credit.
 
     Example: W = 2, M = 128, N = 64, 64 x 64 tiles, one program per rank. Rank 0 computes rows 64-127,
     stores them in region 0 of rank 1 and publishes slot 0 there; then rows 0-63 into its own region
@@ -182,6 +189,7 @@ def matmul_reduce_scatter_kernel(
     epoch = current_epoch(workspace)
     produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
                        TILES)  # fmt: skip
+    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     reduce_tiles(workspace, own_ptr, epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows, N,
@@ -197,7 +205,7 @@ def sum_tiles_kernel(workspace, epilogue, output_ptr, own_rows, N, AVERAGE: tl.c
     (``matmul_reduce_scatter_roles.py``). Legend: as in that kernel.
 
     Ordering: it waits for a tile's slots of all sources, then loads. Everything that others wait for is in
-    the kernel before it on the stream, so no order of ranks blocks.
+    the kernel before it on the stream, so no order of ranks blocks. The workspace is free again as there.
 
     Example: W = 2, 64 own rows, N = 64, 64 x 64 tiles: the program waits for slots 0 (source 0) and 1
     (source 1), adds regions 0 and 1 of the own workspace and stores 64 rows of the output.
@@ -227,6 +235,7 @@ def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES:
         acc = multiply_tile(a, input.stride, M, weight, b, N, K, tile_m, tile_n, TILES,
                             0, input.ptr, weight.ptr)  # fmt: skip
         free = wait_credits(workspace, epoch) == 0
+        # The next rank first, so that no rank is the target of all others at once.
         for step in range(workspace.world_size):
             peer = (rank + 1 + step) % workspace.world_size
             to_ptr = data_pointer(workspace, peer, output_ptr) + rank * rows * N
@@ -258,13 +267,15 @@ def matmul_all_reduce_kernel(
 
     Ordering: a producer waits for all peers' credits, stores the tile into region [rank] of each,
     publishes the slot (source, tile) at all of them at once. Sums follow in the same programs, a tile when
-    it has arrived from all sources. Producing waits for no sum of this op.
+    it has arrived from all sources.
+    Producing waits for no sum of this op. finish_kernel gives the credit for reuse.
 
     Example: W = 2, one 64 x 64 tile. Rank 1 stores its tile in region 1 of rank 0, publishes slot 1
     there, then region 1 and slot 1 of itself; then both ranks add regions 0 and 1.
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
+    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     tiles_m = tl.cdiv(M, TILES.BLOCK_M)

@@ -83,8 +83,11 @@ def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
         rows = gl.load(segment + 2).to(gl.int32)
         start = gl.load(segment + 3).to(gl.int32)
         tiles_m, tiles_n, first, end = share(start, rows, N, TILES)
+        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < end:
+            # After a timeout the owner may still be reading memory that this op would overwrite.
             free = wait_credit(workspace, owner, epoch) >= epoch - 1
+            # Region [rank] of the owner: every source has its own, so sources do not overwrite each other.
             to_ptr = data_pointer(workspace, owner, output_ptr) + gl.load(segment + 2) * rank * N
             place, phase = store_part(output, to_ptr, start, rows, N, place, phase, free, TILES)
             # A release does not order TMA stores under way.

@@ -11,10 +11,11 @@ registers and stack that a matmul must not spend::
 
 Tiles of other nodes' owners come first (``order.scatter_order``): they have the longest way. Each tile goes
 directly to the rank of this node that sums for the owner, over the fast link. That rank adds the members'
-tiles in fp32 and puts the sum as soon as the tile has arrived from all members: one put with its signal per
+tiles in fp32. It puts the sum as soon as the tile has arrived from all members: one put with its signal per
 tile. The receiving rank publishes an arrived sum again by itself. So the matmul, which is not linked with
-NVSHMEM, waits for it like for everything else. Then it adds, per tile, the nodes in order, and rounds once
-after the contributions, bias and activation included. So results do not depend on timing.
+NVSHMEM, waits for it like for everything else. Then it adds, per tile, the nodes in order: the members'
+tiles of its own node, and the sums of the others. So results do not depend on timing. They are rounded once
+after the contributions, bias and activation included.
 
 Partial sums lie tile by tile, ``BLOCK_M * BLOCK_N`` numbers each, also at an edge: a put is one contiguous
 piece. With 128 x 128 tiles it has 64 KiB.
@@ -73,7 +74,8 @@ def matmul_node_reduce_scatter_kernel(
 
     Ordering: a producer waits for the taker's credit, stores its tiles and publishes the slot (member,
     tile) of each. Producing waits for no sum of this op. The owner waits for the members' slots and for
-    the slots of landed sums, which node_sums_kernel, beside this one, publishes here; then it loads.
+    the slots of landed sums, which node_sums_kernel, beside this one, publishes here; then it loads. The
+    workspace is free again once put_credits_kernel and finish_kernel have given this rank's credit.
 
     Example: nodes [0, 0, 1, 1], 64 rows each, N = 64, 64 x 64 tiles. Rank 0 computes rows 192-255 for
     rank 3 and stores them in region 1 of rank 1, which sums for rank 3; rows 128-191 for rank 2 into its
@@ -105,6 +107,7 @@ def matmul_node_reduce_scatter_kernel(
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
+                # After the products: a publish begins with a barrier, which would end the pipeline.
                 slot_byte = workspace.slot_offset + (part * slots_each - start) * 8
                 publish_turn(workspace, taker, slot_byte, first, start + tiles, programs, epoch)
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)

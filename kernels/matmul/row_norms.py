@@ -4,19 +4,22 @@ Contributions to ``rows x N`` lie in the owner's workspace, tile by tile, in the
 ``matmul_reduce_scatter.py``. A norm needs whole rows. So a program takes a slice of a few rows, waits for
 the tiles of all columns from every source, and passes over the columns two or three times.
 
-With ``GATHER`` a program stores normed rows into this rank's output and into the workspaces of the others
-as soon as they are computed. So no rank reads its rows again to send them. Programs then collect the rows
-of the others::
+With ``GATHER`` the normed rows go to all ranks. As soon as they are computed they are stored into this
+rank's output and into the workspaces of the others, and signalled once per slice. So no rank reads its rows
+again to send them. Programs then collect the rows of the others::
 
     own program | products for rank 1, 2, own | sum and norm own slices, push | collect others' slices |
 
-Every phase waits only for an earlier one, and all programs are resident, so no order of programs blocks.
+Every phase waits only for an earlier one of any rank, and all programs are resident, so no order of
+programs blocks.
 
 Rejected: a sum per tile and a second kernel for the norms (stores the sum in fp32, or rounds it twice), and
 statistics exchanged between programs (a second wait for every tile).
 
-A slice is ``ROWS`` rows, processed ``COLUMNS`` columns at a time. For a row s of the sum, with its bias and
-activation, all in fp32::
+The norm of whole rows:
+
+Legend: ``rows x N``, dense; a slice is ``ROWS`` rows, processed ``COLUMNS`` columns at a time. For a row s
+of the sum, with its bias and activation, all in fp32::
 
     x = s + residual         rounded to the output's dtype, stored: the new residual
     y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
@@ -33,11 +36,26 @@ The variance of "layer" is combined block by block. The squares of each block ar
 and corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would
 cancel.
 
-The table of ``reduce_norm_kernel`` lists the owners of rows. If every rank owns all rows, the kernel is a
-one-shot all-reduce. If each owns a part, it is a reduce-scatter, or a two-shot all-reduce if all gather.
+Reduction + norm of existing rows, without a matmul: ``reduce_norm_kernel``.
 
-In ``low_latency_norm_kernel`` words carry their flags, like in ``kernels/collectives/low_latency.py``. A
-program does all blocks of a row, and sends them all before it sums the first: many words travel meanwhile.
+The contributions are rows of the input, pushed whole. A table lists the owners, so one kernel is a one-shot
+all-reduce, where every rank owns all rows; a two-shot all-reduce, where each rank owns a part and all
+gather; and a reduce-scatter, with or without a gather after it.
+
+Fused matmul + reduction + norm: this tail follows both reductions of a product.
+
+``matmul_reduce_scatter_norm_kernel``  rows have owners, who norm them; with ``GATHER`` all ranks get them:
+                                       the chain reduce-scatter, norm, all-gather of a sequence-parallel
+                                       block, and an all-reduce of many rows
+``matmul_all_reduce_norm_kernel``      one-shot: every rank sums and norms all rows, for few of them
+
+The device functions of the kernels without a norm compute and send the products.
+
+All-reduce + norm of a few kilobytes, whose words carry their flags, for decoding single tokens:
+
+The protocol is that of ``kernels/collectives/low_latency.py``, block by block. A norm needs whole rows, so
+program r does all blocks of row r: first it sends them all, then it sums them one after another. So many
+words travel while the program waits for the first, and one program has all statistics of a row.
 """
 
 import triton
@@ -82,7 +100,8 @@ def no_statistics(TAIL: tl.constexpr):
 
 @triton.jit
 def with_block(mean, squares, x, mask, first, N, TAIL: tl.constexpr):
-    """Add to the statistics ``x``, the columns from ``first`` on; it is 0 where ``mask`` is false."""
+    """Return the statistics with ``x``, the columns from ``first`` on; ``x`` is 0 where ``mask`` is
+    false."""
     if TAIL.KIND == "rms":
         squares += tl.sum(x * x, axis=1)
     else:
@@ -190,7 +209,10 @@ _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 @triton.jit
 def wait_rows(workspace, tile_m, tiles_m, tiles_n, epoch, TILES: tl.constexpr):
-    """Wait for the tiles of all columns from every source, for rows of ``tile_m``; return how many miss."""
+    """Wait until the tiles of all columns have arrived from every source, for rows of ``tile_m``.
+
+    Return 0, or the number of missing tiles after a timeout.
+    """
     missing = tl.zeros((), tl.int32)
     for first in range(0, workspace.world_size * tiles_n, _SLOTS):
         number = first + tl.arange(0, _SLOTS)
@@ -230,6 +252,7 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
 @triton.jit
 def _send(workspace, byte, like_ptr, offsets, tile, mask):
     """Store a tile at ``offsets`` of the region of every peer that begins at ``byte``."""
+    # The next rank first, so that no rank is the target of all others at once.
     for step in range(1, workspace.world_size):
         peer = (workspace.rank + step) % workspace.world_size
         to_ptr = region_pointer(workspace, peer, workspace.data_offset + byte, like_ptr)
@@ -448,7 +471,9 @@ def reduce_norm_kernel(
         start = start.to(tl.int32)
         tiles = tl.cdiv(rows, ROWS).to(tl.int32)
         first = first_tile(start, program, programs)
+        # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
+            # Given up: the owner may still be reading what this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 for number in range(first, start + tiles, programs):
@@ -460,6 +485,7 @@ def reduce_norm_kernel(
                 # All at once: a publish waits until all stores so far have arrived.
                 slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
                 publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
+    # Waits for data begin only here.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     own = workspace.world_size - 1  # the last line of the table
     _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
@@ -496,7 +522,7 @@ def matmul_reduce_scatter_norm_kernel(
     sources. With ``GATHER`` it stores the rows at every peer and publishes the slot (source, slice) there.
     A peer has ended the op before this one, as its tiles have arrived. Last the program waits for the slots
     of all other sources and copies their rows out. No phase waits for a later one, so no order of programs
-    blocks.
+    blocks. finish_kernel gives the credit for reuse.
 
     Example: W = 2, M = 32, N = 64, 16 x 16 tiles, slices of 4 rows, ``GATHER`` "normed", one program per
     rank. Rank 0 sends tiles 0-3 of rows 16-31 to rank 1, makes its own, waits for slots 0-3 (source 0) and
@@ -506,6 +532,7 @@ def matmul_reduce_scatter_norm_kernel(
     epoch = current_epoch(workspace)
     produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
                        TILES)  # fmt: skip
+    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     own = workspace.world_size - 1  # the last line of the table
     _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
@@ -532,7 +559,8 @@ def matmul_all_reduce_norm_kernel(
 ):
     """``output[M, N] = residual + activation(sum over ranks of input_r @ weight_r + bias)``, and its norm.
 
-    Legend: as matmul_all_reduce_kernel; ``norm`` as for matmul_reduce_scatter_norm_kernel, of all M rows.
+    Legend: as matmul_all_reduce_kernel; ``norm`` as for matmul_reduce_scatter_norm_kernel, of all M rows,
+    on every rank.
 
     Ordering: as matmul_all_reduce_kernel; a slice of rows is summed when the tiles of all its columns have
     arrived from all sources.
@@ -542,6 +570,7 @@ def matmul_all_reduce_norm_kernel(
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
+    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     norm_rows(workspace, own_ptr, bias_ptr, norm, None, output_ptr, 0, rows, N, epoch, AVERAGE, TAIL,
@@ -551,10 +580,12 @@ def matmul_all_reduce_norm_kernel(
 @triton.jit
 def _sum_of_block(peers, lot, own, valid, AVERAGE: tl.constexpr, HALF: tl.constexpr,
                   WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """Sum a block's numbers over ranks in fp32, ``[1, numbers]``, and count the missing words."""
+    """Sum a block's numbers over ranks in fp32, ``[1, numbers]``; also return how many words are
+    missing."""
     low = tl.zeros((WORDS,), tl.float32)
     high = tl.zeros((WORDS,), tl.float32)
     missing = tl.zeros((), tl.int32)
+    # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
     for source in range(peers.world_size):
         payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
         missing += lost
@@ -612,6 +643,7 @@ def low_latency_norm_kernel(
     for number in range(blocks):
         block = row * blocks + number
         epoch_ptr, epoch = block_epoch(peers, epochs_offset, block)
+        # A block that has timed out before is not sent again: its words may not have been read.
         if epoch > 0:
             index = number * WORDS + tl.arange(0, WORDS)
             own = load_units(row_ptr, index, units, UNIT)
@@ -634,6 +666,7 @@ def low_latency_norm_kernel(
             if BIAS:
                 bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
                 total += bias.to(tl.float32)[None, :]
+            # A sum must include all ranks: otherwise the output stays as it was.
             mask = (offs_n < N)[None, :] & (missing == 0)
             offsets = offs_m[:, None] * N + offs_n[None, :]
             residual = load_residual(norm, offsets, mask, TAIL)
