@@ -2,11 +2,11 @@
 
 Names are::
 
-"0"                 all ranks
-"tp"                a GroupSpec that was bound, a name passed to new_group, a torch group's name
-"ranks:0,2"         these ranks of the default group, made on first use
-"ranks:0,2|1,3"     the list with the caller's rank
-"ranks:0,2#fast"    another group over the same ranks: a tag
+    "0"                 all ranks
+    "tp"                a GroupSpec that was bound, a name passed to new_group, a torch group's name
+    "ranks:0,2"         these ranks of the default group, made on first use
+    "ranks:0,2|1,3"     the list with the caller's rank
+    "ranks:0,2#fast"    another group over the same ranks: a tag
 """
 
 import ctypes
