@@ -192,6 +192,9 @@ def test_whole_is_one_number_or_one_for_each_row(shape: tuple[int, ...]) -> None
             quantize(x, "nvfp4", whole=torch.ones(wrong))
         with pytest.raises(ValueError, match=words):
             Scaled(made.values, made.scales, "nvfp4", torch.ones(wrong))
+    for nothing in (0.0, -2.0):
+        with pytest.raises(ValueError, match=f"must be greater than 0, got {nothing}"):
+            quantize(x, "nvfp4", whole=torch.tensor(nothing))
 
 
 WHOLES = (1e-40, 1e-21, 1e20, 3e38)

@@ -22,7 +22,13 @@ from interlace.nn.linear_functions import (
     row_parallel_linear,
 )
 from interlace.nn.sharding import HeldGroup, OnGroup, ShardedModule, divisible, positive
-from interlace.ops.matmul.formats import BlockFormat, Scaled, packed_rows, unpacked_rows
+from interlace.ops.matmul.formats import (
+    BlockFormat,
+    Scaled,
+    format_named,
+    packed_rows,
+    unpacked_rows,
+)
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import activate
@@ -124,6 +130,10 @@ class LinearParameters(ShardedModule):
         options.keep(self)
         kind: Any = {"device": options.device, "dtype": options.dtype}
         self._add_parameter("weight", (out_features, in_features), dim, copies, **kind)
+        if options.format is not None:
+            widths = dict(zip(("out_features", "in_features"), self.weight.shape, strict=True))
+            with self.group.accepting(type(self).__name__):
+                format_named(options.format).check_widths(**widths)
         self.register_parameter("bias", None)
         if bias and dim == 0:
             self._add_parameter("bias", (out_features,), 0, copies, **kind)

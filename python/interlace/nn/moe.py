@@ -220,7 +220,8 @@ class MoE(ShardedModule):
             self.activation = checks.activation("activation", activation)
             checks.one_of("algorithm", algorithm, checks.ALGORITHMS)
             if format is not None:
-                format_named(format)
+                widths = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+                format_named(format).check_widths(**widths)
             for name, flag in (
                 ("gated", gated),
                 ("normalize", normalize),

@@ -119,15 +119,17 @@ def test_gradients(how: str) -> None:
     check_gradients(how)
 
 
-@pytest.mark.parametrize("most", few([None, MOST], None))
+@pytest.mark.parametrize(
+    ("most", "fullgraph"), few([(None, False), (None, True), (MOST, True)], (None, False))
+)
 @ranks(2)
-def test_a_layer_is_one_graph(most: int | None) -> None:
+def test_a_layer_is_compiled_whole_and_with_graph_breaks(most: int | None, fullgraph: bool) -> None:
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     torch.manual_seed(0)
     how: Any = {"gated": True, "shared_size": 8, "capacity_factor": 1.0, "expert_bias": True}
     bound: Any = {"num_max_dispatch_tokens_per_rank": most}
     layer = interlace.nn.MoE(HIDDEN, COLUMNS, 2 * world_size, TOPK, **how, **bound)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=fullgraph, backend="aot_eager")
     for shift in range(1 if most is None else 2):
         found = []
         for run in (layer, compiled):

@@ -278,6 +278,16 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
             ValueError,
             "format must be one of fp8_block128, mxfp8",
         ),
+        (
+            lambda layer, w: nn.ColumnParallelLinear(64, 34, format="nvfp4"),
+            ValueError,
+            "nvfp4 has two numbers in a byte: out_features must be even on each rank, got 17",
+        ),
+        (
+            lambda layer, w: nn.MoE(64, 33, 4, 2, format="mxfp4"),
+            ValueError,
+            "mxfp4 has two numbers in a byte: intermediate_size must be even on each rank, got 33",
+        ),
     ],
 )
 @ranks(2, place="sim")

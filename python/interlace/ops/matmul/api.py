@@ -131,7 +131,8 @@ def matmul_reduce_scatter(
 
     Parameters
     ----------
-    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks.
+    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks, except in a
+        block-scaled format.
     weight : ``(k, n)`` with any strides.
     reduce_op : "sum" or "avg" (sum divided by the world size).
     scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of

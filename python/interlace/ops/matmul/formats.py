@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from interlace.arguments.checks import has_memory
 from interlace.arguments.words import BlockFormatName
 from interlace.kernels.block_scales import INNER
 from interlace.runtime.numerics.exact import matrix_product
@@ -97,6 +98,14 @@ class BlockFormat:
                 f"{self.name} has two numbers in a byte: the last dimension of {name} must be even, got "
                 f"{tuple(shape)}"
             )
+
+    def check_widths(self, **widths: int) -> None:
+        """Raise a ValueError if a layer with these widths on this rank cannot train in the format."""
+        for name, width in widths.items():
+            if width % self.packed:
+                raise ValueError(
+                    f"{self.name} has two numbers in a byte: {name} must be even on each rank, got {width}"
+                )
 
     def whole_of(self, most: Tensor) -> Tensor:
         """Return the scale of the whole tensor for numbers whose largest absolute value is ``most``."""
@@ -480,7 +489,12 @@ def quantize(
     kind.check_shape("x", x.shape)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")
-    whole = whole if whole is None else _whole(kind, whole, x.shape, -1)
+    if whole is not None:
+        whole = _whole(kind, whole, x.shape, -1)
+        if whole.is_cpu and has_memory(whole) and bool((whole <= 0).any()):
+            raise ValueError(
+                f"whole of {kind.name} must be greater than 0, got {float(whole.min())}"
+            )
     across = kind.across if weight else 1
     numbers, (rows, length) = x.float(), x.shape[-2:]
     tiles = _tiles(numbers, kind.block, across)

@@ -15,6 +15,7 @@ import torch
 
 from interlace.groups import specs
 from interlace.ops.op.op import GROUP, Op, finish, register as register_work, wait as wait_tensor
+from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, needing
@@ -89,6 +90,7 @@ def _unknown_size(name: str) -> Any:
 
 
 def _implement(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    disable(kernel)  # after a graph break Dynamo would trace the frames of the op that runs
     for device in DEVICES:
         _library.impl(name, kernel, device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
