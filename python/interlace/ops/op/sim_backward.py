@@ -86,11 +86,11 @@ class _InRank(DispatchMode):
     """A mode in an engine's thread: the rank dispatches the engine's ops, below autograd."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def dispatch() -> Any:
+        def call_op() -> Any:
             with _C._AutoDispatchBelowADInplaceOrView():
                 return func(*args, **(kwargs or {}))
 
-        return in_rank(dispatch)
+        return in_rank(call_op)
 
 
 def _outcome(call: Callable[[], Any]) -> _Answer:
