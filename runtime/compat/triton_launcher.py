@@ -143,7 +143,7 @@ def to_be_run() -> Iterator[None]:
     """Within the block, compiling ends with PTX that is run on a CPU; called functions need not exist.
 
     A kernel's assertions are ``check`` instructions there (``ptx/waits.py``). Triton's own code for an
-    assertion contains a barrier, which would hide a missing barrier; theirs does not.
+    assertion contains a barrier, which would hide a missing barrier. ``check`` instructions contain none.
     """
     from triton.language import core as tl
     from triton.language.semantic import TritonSemantic

@@ -256,7 +256,7 @@ class Boxes:
             data = words.address + 8 * first + _RECORD.size if short else None
             return Record(tag, nbytes, dtype, shift, data, taken + length)
         if put > taken:
-            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+            raise InterlaceError(f"rank {peer} sent an invalid message header")
         return None
 
     def take(self, peer: int, record: Record) -> None:

@@ -363,7 +363,7 @@ class Messages:
     def _read(self, peer: int, found: Record) -> bool:
         """Handle a record. Return False if there is no memory to keep its data."""
         if found.dtype not in _DTYPES:
-            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+            raise InterlaceError(f"rank {peer} sent an invalid message header")
         if found.tag not in _REFUSALS:
             about = found.nbytes, _DTYPES[found.dtype], found.data, found.shift
             return self._arrived(peer, found.tag, *about)

@@ -103,7 +103,7 @@ class TuneOptions(CommandOptions):
         None,
         type=int,
         also="--ranks",
-        help="number of ranks (default: of GPUs, if several; otherwise 2)",
+        help="number of ranks (default: the number of GPUs if there are several, else 2)",
     )
     place: str | None = option(
         None, choices=PLACES, help="default: cuda if there is a GPU, otherwise shm"
@@ -118,7 +118,9 @@ class TuneOptions(CommandOptions):
         None, type=int, choices=BUILDABLE, help="GPU that --dry-run assumes; needs no GPU"
     )
     cache: str | None = option(
-        None, metavar="FILE", help="write this file; INTERLACE_TUNE_CACHE then reads it"
+        None,
+        metavar="FILE",
+        help="write this file; to use it, set INTERLACE_TUNE_CACHE to its path",
     )
     plot: str | None = option(
         None,
