@@ -272,7 +272,7 @@ def key_part_line(
 ) -> Line:
     """Return a line of ``parts`` of the attention kernels.
 
-    It holds ``source``, ``number`` and ``row``, then the tokens and the position of two runs, then ``slots``.
+    It holds ``source``, ``number`` and ``row``, tokens and position of two runs, and ``slots``.
     """
     line = [source, number, row]
     for run in runs:

@@ -71,7 +71,7 @@ def wait_slots(peers, sources, slot_bytes, valid, epoch):
 
 @triton.jit
 def wait_all(peers, slot_byte, slots_per_source, epoch, SLOTS: tl.constexpr):
-    """Wait for this rank's slots from ``slot_byte`` on. Every rank publishes ``slots_per_source`` of them."""
+    """Wait for the slots from ``slot_byte`` on. Every rank publishes ``slots_per_source`` of them."""
     slots = slots_per_source * peers.world_size
     missing = tl.zeros((), tl.int32)
     for first in range(0, slots, SLOTS):

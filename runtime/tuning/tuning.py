@@ -410,7 +410,7 @@ class TunedFormat(Protocol):
 
 
 def tuned_as(format: TunedFormat | None) -> dict[str, Any]:
-    """Return the terms of a problem that describe operands in ``format``. Without a format there are none."""
+    """Return the terms of a problem that describe operands in ``format``; no terms if it is None."""
     return {} if format is None else {"fast_accum": format.fast_accum, "format": format.name}
 
 

@@ -246,15 +246,15 @@ def _packed_weights(
             continue
         if format not in (None, each.format):
             raise ValueError(
-                f"weights[{index}] must have the format {format!r} of the call and of the other weights, got "
+                f"weights[{index}] must have the format {format!r} of the call and the other weights; got "
                 f"{each.format!r}"
             )
         format = each.format  # type: ignore[assignment]
         if each.inner != -1 or each.shape[1:] != input.shape[-1:]:
             raise ValueError(
                 "input must have as many features as a scaled weight, whose shape is (out, in) and whose "
-                f"blocks are along in; got input of shape {tuple(input.shape)} and weights[{index}] of shape "
-                f"{tuple(each.shape)} with blocks along dimension {each.inner}"
+                f"blocks are along in; got input of shape {tuple(input.shape)} and weights[{index}] of "
+                f"shape {tuple(each.shape)} with blocks along dimension {each.inner}"
             )
         packed.append(packed_rows(each))
     return packed, format or ""

@@ -84,8 +84,8 @@ class BuildOptions(CommandOptions):
         nargs="?",
         const="fp8",
         choices=("fp8", "fp8_static", *FORMATS),
-        help="quantize the result of an op with a norm. fp8, the default value, computes a scale for each "
-        "row. fp8_static uses a scale that the norm's weight contains. A block-scaled format excludes "
+        help="quantize the result of an op with a norm. Without a value it is fp8, with a scale for each "
+        "row. fp8_static takes a scale that the norm's weight contains. A block-scaled format excludes "
         "--gather",
     )
     gather: str | None = option(
