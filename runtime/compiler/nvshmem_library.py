@@ -19,7 +19,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 FOLDER = "nvidia/nvshmem/lib"
 NUMBERED = f"{LIBRARY}_sm_[0-9]*.bc"
-VARIABLE = "NVSHMEM_LIB_DIR"  # torch reads it, too
+VARIABLE = "NVSHMEM_LIB_DIR"  # torch also reads it
 SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
 

@@ -38,7 +38,7 @@ from interlace.runtime.processes.recorder import PastOp, RankRecord, foot, read_
 
 MOST_FILES = 256  # in the default folder
 VARIABLE = "INTERLACE_RECORD"
-VERSION = "2.10"  # of torch's format
+VERSION = "2.10"  # version of torch's format
 
 # fr_trace knows these in every release. For any other op, as for a barrier, it compares shapes and states.
 _BARRIER = "all_reduce_barrier"
@@ -214,7 +214,7 @@ def _make(folder: str, *, private: bool) -> None:
 def _prune(folder: str) -> None:
     found = []
     for name in filter(JOB_AND_RANK.fullmatch, os.listdir(folder)):
-        with contextlib.suppress(FileNotFoundError):  # other ranks delete files, too
+        with contextlib.suppress(FileNotFoundError):  # other ranks also delete files
             found.append((os.path.getmtime(path := os.path.join(folder, name)), path))
     for _, path in sorted(found)[:-MOST_FILES]:
         with contextlib.suppress(FileNotFoundError):

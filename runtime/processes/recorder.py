@@ -109,7 +109,7 @@ class FlightRecorder:
         self._placed: dict[bytes, int] = {}
         self._generation, self._room, self._at = 0, HALF, 0
         self._others, self._lock = itertools.count(1), threading.RLock()
-        self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
+        self._numbers = itertools.count(1), itertools.count(1)  # for ops of two ranks and of all ranks
 
     def about(self, identity: object) -> None:
         text = plain.dumps(identity)
@@ -221,7 +221,7 @@ class FlightRecorder:
 
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
-MOST_BYTES = 64 << 20  # of a file
+MOST_BYTES = 64 << 20  # bytes of a file
 
 
 @plain.record

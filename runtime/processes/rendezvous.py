@@ -231,7 +231,7 @@ class Rendezvous:
     def _send(self, peer: int, descriptors: Sequence[int]) -> bool:
         message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         try:
-            with contextlib.suppress(ConnectionError):  # the peer's message, too, will not arrive
+            with contextlib.suppress(ConnectionError):  # the peer's message will not arrive either
                 socket.send_fds(self._connections[peer], [message], descriptors)
         except BlockingIOError:
             return False

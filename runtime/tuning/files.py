@@ -33,7 +33,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.tuning.configuration import METHODS, check_values
 
 OFF = ("off", "0", "")
-MOST_BYTES = 64 << 20  # of a file; a row has less than 2000
+MOST_BYTES = 64 << 20  # bytes of a file; a row has less than 2000
 MOST_COUNT = 1 << 62
 Content = TypeVar("Content")
 

@@ -184,7 +184,7 @@ def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks
     if weight > chip.l2_mb * 1e6 / 2:
         bands = p.whole * chunks * ceil_div(ceil_div(p.rows, c.block_m * chunks), c.group_m)
     reads = p.whole * p.rows * p.inner * itemsize + bands * weight
-    # at most one for each tile, because a program skips chunks without tiles of its own
+    # at most one for each tile, because a program skips chunks without tiles for it
     visited = min(waves, 1 + (p.whole - 1) * chunks)
     return max(waves * tile + visited * chip.chunk_us, reads / (chip.memory_gbs * 1e3))
 
@@ -343,7 +343,7 @@ def decide(
     shape, chip = None, table.chip_of(capability or MIXED) if one_node else None
     if capability and one_node:
         shape = nearest(table_rows(capability, problem), bucket_of(problem))
-    near: list[tuple[str, Choice]] = []  # those of the cache before those of the table
+    near: list[tuple[str, Choice]] = []  # the cache's choices, then the table's
     if cached is not None:
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})

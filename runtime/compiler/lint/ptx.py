@@ -77,7 +77,7 @@ class Places:
         for index in flow.order:  # the chain after a backward jump is not known yet
             earlier = before[index]
             chains[index] = chain = max(
-                reversed(self._of_instructions[index]),  # of equally good ones, the last
+                reversed(self._of_instructions[index]),  # the last of equally good ones
                 key=lambda one: max((_calls_in_common(one, other) for other in earlier), default=0),
             )
             # The compiler gives some instructions no line. They get the chain of the ones before them.

@@ -129,7 +129,7 @@ def residency(key: Any, capacity: int, known: dict[object, Residency] | None = N
 
 T = TypeVar("T")
 
-POLLS_PER_SECOND = 1_000_000  # of a wait in a kernel, at most
+POLLS_PER_SECOND = 1_000_000  # the most polls of a wait in a kernel
 
 
 class DevicePlace(Place):

@@ -116,7 +116,7 @@ class _Compiled:
             places[name] = range(count, count + fields)
             count += fields
         self._order: list[tuple[int, Any]] = []
-        self._tuples: list[slice] = []  # of the values in the order of the parameters
+        self._tuples: list[slice] = []  # tuples among the values, in the order of parameters
         for parameter in inspect.signature(launch.kernel.fn).parameters.values():
             begin = len(self._order)
             self._order += [

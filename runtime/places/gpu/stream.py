@@ -51,7 +51,7 @@ class Point:
         pool: list[torch.cuda.Event] | None = None,
     ) -> None:
         self.target = target
-        self.number = next(_numbers)  # of two points in one stream the later one has the larger
+        self.number = next(_numbers)  # later points in a stream have larger numbers
         self._event, self.recorded, self._pool = event, False, pool
 
     def __del__(self) -> None:
@@ -125,7 +125,7 @@ class DeviceStream(Stream):
         self._end: Point | None = None  # after the last item, if it was asked for
         self._waiting: dict[StreamTarget, Point] = {}
         self._waited: dict[StreamTarget, Point] = {}  # the next item comes after these
-        self._depends: Workspace | None = None  # of the op that has waited for data
+        self._depends: Workspace | None = None  # the workspace of the op that has waited for data
 
     def target(self) -> StreamTarget:
         """Return the CUDA stream to which the next item would go."""

@@ -105,8 +105,8 @@ class Partial:
             output.copy_(total)
 
 
-SMALL_BYTES = 32 << 10  # of all ranks of the largest host
-MEETING_BYTES = 256 << 10  # of the data that goes with a meeting in the host
+SMALL_BYTES = 32 << 10  # bytes of all ranks of the largest host
+MEETING_BYTES = 256 << 10  # data that goes with a meeting in the host
 
 
 class HostsEngine(Engine):

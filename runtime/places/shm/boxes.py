@@ -161,7 +161,7 @@ class Boxes:
         assert size * BOX_BYTES <= BOXES_BYTES
         self._group, self._control = group, control
         self._both = min(_MOST, RINGS_BYTES // size) & -PAGE
-        self._bytes = self._both // 8 & -PAGE  # of the ring of records
+        self._bytes = self._both // 8 & -PAGE  # size of the ring of records
         self.inline = min(_SHORT, self._bytes // _SLOTS - _RECORD.size & ~63)  # most in a record
         self.piece = min(_PIECE, (self._both - self._bytes) // _SLOTS & ~63)
         self.slots = (self._both - self._bytes) // self.piece

@@ -68,7 +68,7 @@ _WORDS |= {
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
 
-PAUSES = 400  # polls before the core is yielded, if every rank has a core of its own
+PAUSES = 400  # polls before the core is yielded, if no two ranks share a core
 TURNS = 200  # yields before Python looks for the reason
 PATIENCE_NS = 10_000_000  # the longest time for these yields
 _never = ctypes.c_int64()

@@ -104,8 +104,8 @@ class _Traffic:
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
-    put: Pipe | None = None  # of the first that leaves
-    take: Pipe | None = None  # of the first that arrives, once it has a place
+    put: Pipe | None = None  # pipe of the first message that leaves
+    take: Pipe | None = None  # pipe of the first that arrives, once it has a place
 
     @property
     def over(self) -> bool:
@@ -433,16 +433,16 @@ class Messages:
 _CHECK_SECONDS = 0.02
 _STEP = 5e-3  # between two checks whether a wait can end
 _SOON = 2e-4  # if nothing moves for so long, a message that no receive asked for may be in the way
-_NAP, _LONG_NAP = 1e-3, 8e-3  # of the thread; each nap is twice the last one while it is idle
+_NAP, _LONG_NAP = 1e-3, 8e-3  # naps of an idle thread; each is twice the last one
 _LINGER = 0.05  # the thread ends so long after the last message
 
 
 class _Moving(MessageEnd):
     """The end of one transfer, with ``peer`` or, if None, with any rank. Waiting for it moves messages."""
 
-    number = 0  # of its entry in the record
+    number = 0  # number of its entry in the record
     suspect = waited = early = followed = False
-    _patience: Patience | None = None  # of waits that only the op's timeout bounds
+    _patience: Patience | None = None  # for waits that only the op's timeout bounds
 
     def __init__(self, mail: "Mail", op: str, peer: int | None, tag: int) -> None:
         self.mail, self.refused = mail, mail.refused
