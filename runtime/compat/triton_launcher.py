@@ -239,8 +239,8 @@ def direct(
 ) -> DirectLaunch | None:
     """Return a way around the Python half of ``kernel``'s launcher, which only finds scratch memory.
 
-    ``kinds`` returns those of a signature one by one; ``nested`` returns values with tuples as tuples. None
-    for an unknown kind of launcher or one that does more: then use ``kernel.run``.
+    ``kinds`` returns the kinds of a signature one by one; ``nested`` returns values with tuples as tuples.
+    None for an unknown kind of launcher or one that does more: then use ``kernel.run``.
     """
     run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     launch = getattr(run, "launch", None)

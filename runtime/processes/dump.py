@@ -131,7 +131,7 @@ def _tag(group: Any) -> str:
 def dump(
     group: RecordedGroup, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING
 ) -> None:
-    """Write, once, this process's records and those of ``blamed``, ranks of ``group``, which has failed."""
+    """Write this process's records, once, and the records of the ranks ``blamed`` of a failed ``group``."""
     if group.dumped or group.control is None:
         return
     group.dumped = True
@@ -246,7 +246,7 @@ def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
-    """Return one op. Of a call, only the terms that are equal on all ranks are known."""
+    """Return one op. Only those terms of a call are known that are equal on all ranks."""
     terms = op.terms if isinstance(op.terms, tuple) else ()
     pairs = [term for term in terms if isinstance(term, tuple) and len(term) == 2]
     sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]

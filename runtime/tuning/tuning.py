@@ -281,7 +281,7 @@ AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
-    """Return the nearest row, if it is near, and its distance. Of equally near ones the first by bucket."""
+    """Return the nearest row, if it is near, and its distance; of equally near ones the first by bucket."""
 
     def rank(row: AnyRow) -> tuple[int, Bucket]:
         at = (row.world, row.rows, row.columns, row.inner)
@@ -425,7 +425,7 @@ def gather_problem(
     fast_accum: bool = True,
     format: str = "",
 ) -> Problem:
-    """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
+    """Return the problem of an all-gather + matmul. ``columns`` are of all weights of all ranks."""
     kinds = {configuration.extents_class(column, inner) for column in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)

@@ -1,7 +1,7 @@
 """Agreement of ranks on what they call, without delaying the host once they have agreed.
 
 Streams make ops asynchronous. A host that waits for its peers at every call would lose its head start on
-the GPU. So a rank does not wait again for a call on which all ranks have agreed before: it writes a note of
+the GPU. So a rank does not wait again for a call on which all ranks have agreed before. It writes a note of
 the call where the peers see it, and continues. The notes are compared afterwards, at the rank's next calls
 and by its watchdog. A difference is then reported as at the call, on all ranks, and fails the group.
 

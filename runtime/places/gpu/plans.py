@@ -236,7 +236,7 @@ class _Where:
         return Launched(second, addresses)
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of the argument in ``tensor``'s storage. Of several, the one with its beginning.
+        """Return the index of the argument in ``tensor``'s storage; of several, the one with its beginning.
 
         If their relative places are known, it is any one that has its beginning.
         """

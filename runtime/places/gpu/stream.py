@@ -12,7 +12,7 @@ the point is recorded at once: at the end of an asynchronous op, and at the star
 item is about to follow.
 
 In a graph capture, points of another capture or of none are not waited for. The streams that the caller
-captures and replays in order the capture after earlier work, and the replays, too.
+captures and replays in order the capture after earlier work, and the replays.
 """
 
 import functools
@@ -114,7 +114,7 @@ def programs_of(launch: KernelLaunch) -> int:
 
 
 class DeviceStream(Stream):
-    """An ordered queue of one rank, on a CUDA stream of its own, or on the caller's if it ``follows``."""
+    """An ordered queue of one rank, on a separate CUDA stream, or on the caller's if it ``follows``."""
 
     def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
         self._place = place  # a DevicePlace

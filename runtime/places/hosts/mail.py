@@ -105,7 +105,7 @@ class SpanningGroup:
         return ""
 
     def ended(self, error: InterlaceError) -> None:
-        """Handle a wait that ended with ``error``: the waits of all ranks end, too."""
+        """Handle a wait that ended with ``error``: end the waits of all ranks."""
         self._links.fail(error)
 
 

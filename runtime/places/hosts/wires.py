@@ -18,8 +18,8 @@ which others wait. No circle of such waits forms if all ranks run the same progr
 rank flushes the bytes of a step before it waits for its own host in a later step than the one in which the
 others take them. Then the rank that is furthest behind can always continue.
 
-gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in threads of
-its own, and its waits cannot be ended.
+gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in other
+threads, and its waits cannot be ended.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class Wires:
         return self._sockets[peer]
 
     def sever(self, direction: int = socket.SHUT_RDWR) -> None:
-        """End all connections. Waits for one, here or at its other end, end, too."""
+        """End all connections. This also ends waits for a connection, here and at its other end."""
         for wire in list(self._sockets.values()):
             with contextlib.suppress(OSError):
                 wire.shutdown(direction)

@@ -3,7 +3,7 @@
 Messages move even while no rank is in a call. A thread that waits for one moves all of them. While messages
 are in flight and no thread waits, a thread of interlace moves them. One thread moves messages at a time. A
 wait changes only counters in shared memory while it spends time, so an exception of a signal handler does
-no harm there. The timeout of a message is that of its op, from the op's beginning, however often it is
+no harm there. The timeout of a message is its op's timeout, from the op's beginning, however often it is
 waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
@@ -12,7 +12,7 @@ with a negative tag (``MessageEnd`` says how the sender learns of it). Accepted 
 A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
 data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for
 is kept until one does, so tags may be received in any order. A longer one stays with its sender meanwhile.
-It is kept, too, if a later message is asked for, or if a waiting thread here has nothing else to do,
+It is also kept if a later message is asked for, or if a waiting thread here has nothing else to do,
 because its sender may wait for its end. Without memory to keep it, it stays with its sender.
 
 A :class:`Messages` is for one thread at a time. If an exception interrupts :meth:`Messages.advance` (a
@@ -155,7 +155,7 @@ class Messages:
         """Handle all that has happened, and the message that ``begins``. ``idle``: nothing did for a while.
 
         Ends are reported at its end, because their callbacks may begin messages. A message that a signal
-        handler begins meanwhile is handled at its end, too.
+        handler begins meanwhile is also handled at its end.
         """
         if begins is not None:
             self._begun.append(begins)
@@ -744,7 +744,7 @@ class Mail:
 
 
 def _after_fork_in_child() -> None:
-    """Forget the threads, which are the parent's. The groups are, too, and say so themselves."""
+    """Forget the threads, which are the parent's. The groups are also, and say so themselves."""
     for mail in list(_mails):
         mail._lock, mail._mover, mail._thread = threading.RLock(), None, None
         mail._waiting.clear()

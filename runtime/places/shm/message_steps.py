@@ -163,7 +163,7 @@ Write = Callable[[Doing], object]
 
 
 class HostSteps:
-    """A rank's steps of one op at a time, under the group's lock. ``rounds`` counts those of all ops."""
+    """A rank's steps of one op at a time, under the group's lock. ``rounds`` counts rounds of all ops."""
 
     call: Call
     control: Control
