@@ -60,7 +60,7 @@ baselines:
   gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
   symm_mem  torch's symmetric memory, on GPUs              torch     copies, sums and torch.mm on one
                                                                      rank alone, without waits
-exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
+
 """
 
 
@@ -83,6 +83,7 @@ class BenchOptions(CommandOptions):
     """
 
     epilog = UNITS
+    statuses = ((1, "a result is wrong"),)
 
     target: str = option(
         positional=True,

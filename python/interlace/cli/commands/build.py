@@ -34,6 +34,8 @@ class BuildOptions(CommandOptions):
     extents; if columns or inner is a multiple of 16, it must be one at every launch.
     """
 
+    statuses = ((1, "a kernel is faulty"),)
+
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="GPUs to compile for (default 90)"
     )

@@ -63,7 +63,7 @@ meaning of the figures:
   shm   the time of the op on this host's CPUs. tune chooses the algorithm, "pipelined" or "unfused"
   sim   the time of the simulator, which is interpreted Python: it says nothing about a GPU. It is used only
         if INTERLACE_TUNE_CACHE names the file, so that a seed is the same schedule everywhere
-exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
+
 """
 
 
@@ -79,6 +79,7 @@ class TuneOptions(CommandOptions):
     """
 
     epilog = MEANING
+    statuses = ((1, "the result of a default choice is wrong"),)
 
     op: tuple[str, ...] = option(
         (), positional=True, nargs="*", metavar="OP", help=", ".join(TUNED)
