@@ -217,9 +217,7 @@ def _command_fault(words: list[str], here: pathlib.Path) -> str:
             return f"{said}: the script has no {bad}" if bad else ""
         return ""
     launchers = ("srun", "sbatch", "mpirun", "mpiexec")
-    known = program in ("mypy", "pip", "cd", "export", "mkdocs", *launchers) or shutil.which(
-        program
-    )
+    known = program in ("mypy", "pip", "cd", "mkdocs", *launchers) or shutil.which(program)
     return "" if known else f"{said}: what is {program}?"
 
 

@@ -102,6 +102,7 @@ def test_one_machine_is_two_hosts_with_unshare(folder: Path) -> None:
         job.read_text().replace("interlace.shutdown()", f"{script}\ninterlace.shutdown()")
     )
     agent = AGENT.replace("29500", str(free_port())).replace("node 2", "node 1")
+    assert f"`{PASS_SECRET}`" in PAGE
     pages.run_bash("\n".join(MAKE_SECRET), folder)
     assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     with ThreadPoolExecutor(2) as pool:
