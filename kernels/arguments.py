@@ -110,9 +110,9 @@ class TokenRegions(NamedTuple):
 class ExpertSizes(NamedTuple):
     """Sizes of a dispatch or combine.
 
-    ``tokens``: of this rank; ``most_tokens``: of the rank with most. ``experts``: of every rank.
-    ``senders``: programs that send to one rank. ``expert_rows``: result rows from the first of one expert
-    to the first of the next, 0 if they are contiguous.
+    ``tokens``: tokens of this rank. ``most_tokens``: tokens of the rank with the most tokens. ``experts``:
+    experts of one rank. ``senders``: programs that send to one rank. ``expert_rows``: distance, in rows of
+    the result, between the first rows of two successive experts; 0 if the rows are contiguous.
     """
 
     tokens: Any
@@ -187,7 +187,7 @@ class Table(NamedTuple):
 
 
 class TablePart(NamedTuple):
-    """``count`` lines of a table, from line ``first`` on."""
+    """A part of a table: ``count`` lines, of which ``first`` is the number of the first one."""
 
     ptr: Any
     first: Any
@@ -195,7 +195,10 @@ class TablePart(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """Flagged words of a block: the byte of a rank's buffer where all begin, their epoch, the block."""
+    """The flagged words of one block, and their epoch.
+
+    ``offset`` is the byte of a rank's buffer at which the flagged words of all blocks begin.
+    """
 
     offset: Any
     epoch: Any
@@ -337,10 +340,11 @@ class Node(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """The places of sums over nodes. Contributions are ``region_stride`` elements apart.
+    """The places of sums over nodes in a rank's buffer.
 
-    In bytes, multiples of 256: own partial sums at ``partial_offset``, partial sums that arrive from other
-    nodes at ``landing_offset``.
+    Contributions are ``region_stride`` elements apart. The rank's partial sums are at ``partial_offset``.
+    Partial sums that arrive from other nodes are at ``landing_offset``. Both offsets are in bytes, and are
+    multiples of 256.
     """
 
     region_stride: Any

@@ -45,7 +45,7 @@ from interlace.kernels.launch_formulas import (
     tiles_of,
 )
 
-MOST_CHUNKS = 256  # of a shard: tables have a line for each chunk and rank
+MOST_CHUNKS = 256  # chunks of a shard: tables have a line for each chunk and rank
 
 
 class BundleError(ValueError):

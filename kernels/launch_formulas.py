@@ -227,19 +227,26 @@ def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
 
 
 def multimem_bytes(rows: Sequence[int], item: int) -> int:
-    """Return the data region of a gather by the switch: every part begins at 16 bytes."""
+    """Return the bytes of the data region of a gather by the switch.
+
+    Every part begins at a multiple of 16 bytes.
+    """
     return sum(ceil_div(count * item, 16) * 16 for count in rows)
 
 
 def slice_slots(world_size: int, rows: Sequence[int], slice_rows: int) -> int:
-    """Return slots: one per source and slice of its rows; for the longest part, on all ranks."""
+    """Return the number of slots: one for each source and slice of its rows.
+
+    Every source has as many slices as the source with the most rows, so all ranks have the same number.
+    """
     return world_size * ceil_div(max(rows), slice_rows)
 
 
 def zigzag_runs(rank: int, rows: Sequence[int]) -> list[Line]:
     """Return [first token of the shard, tokens, position in the sequence] of a rank's two chunks.
 
-    Of 2 W chunks rank r has r and 2 W - 1 - r; the first is the longer half of its tokens.
+    The sequence has 2 W chunks, and rank r has the chunks r and 2 W - 1 - r. If the rank has an odd number
+    of tokens, its first chunk has one token more than its second.
     """
     backs = [count // 2 for count in rows]
     front = rows[rank] - backs[rank]
@@ -249,7 +256,10 @@ def zigzag_runs(rank: int, rows: Sequence[int]) -> list[Line]:
 
 
 def causal_spans(rank: int, rows: Sequence[int]) -> list[Line]:
-    """Return [first, end] of the positions that each of a rank's tokens sees, causal, cut by zigzag."""
+    """Return [first, end] of the positions that each token of a rank sees.
+
+    The mask is causal, and the sequence is cut by zigzag.
+    """
     return [
         [0, place + 1]
         for run in zigzag_runs(rank, rows)
@@ -260,7 +270,10 @@ def causal_spans(rank: int, rows: Sequence[int]) -> list[Line]:
 def key_part_line(
     source: int, number: int, row: int, runs: Sequence[Sequence[int]], slots: Sequence[int]
 ) -> Line:
-    """A line of the attention kernels' ``parts``: two runs' tokens and places, then slots."""
+    """Return a line of ``parts`` of the attention kernels.
+
+    It holds ``source``, ``number`` and ``row``, tokens and position of two runs, and ``slots``.
+    """
     line = [source, number, row]
     for run in runs:
         line.append(run[1])
@@ -269,7 +282,10 @@ def key_part_line(
 
 
 def key_part_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
-    """Lines of the attention kernels' ``parts`` where all ranks' keys are seen, cut by zigzag."""
+    """Return the lines of ``parts`` of the attention kernels, if queries see the keys of all ranks.
+
+    The sequence is cut by zigzag.
+    """
     lines = []
     for step in range(world_size):
         source = (rank - step) % world_size

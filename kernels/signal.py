@@ -241,7 +241,7 @@ def linger(peers, peer, finished):
     credit_ptr = peer_pointer(peers, peers.rank, (peer + _CREDIT) * 8)
     polls_left = tl.minimum(tl.load(peer_pointer(peers, peers.rank, 0) + _SPIN_LIMIT), _LINGER)
     seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
-    # Negative: the peer has timed out, too, and takes nothing that it reads here as valid any more.
+    # Negative: the peer has also timed out, and takes nothing that it reads here as valid any more.
     while (seen >= 0) & (seen < finished) & (polls_left > 0):
         seen = tl.atomic_add(credit_ptr, 0, sem="acquire", scope="sys")
         polls_left -= 1

@@ -70,13 +70,14 @@ def wait_slots(peers, sources, slot_bytes, valid, epoch):
 
 
 @triton.jit
-def wait_all(peers, slot_byte, each, epoch, SLOTS: tl.constexpr):
-    """Wait for this rank's slots from ``slot_byte`` on; every rank publishes ``each`` of them."""
-    slots = each * peers.world_size
+def wait_all(peers, slot_byte, slots_per_source, epoch, SLOTS: tl.constexpr):
+    """Wait for the slots from ``slot_byte`` on. Every rank publishes ``slots_per_source`` of them."""
+    slots = slots_per_source * peers.world_size
     missing = tl.zeros((), tl.int32)
     for first in range(0, slots, SLOTS):
         number = first + tl.arange(0, SLOTS)
-        missing += wait_slots(peers, number // each, slot_byte + number * 8, number < slots, epoch)
+        source = number // slots_per_source
+        missing += wait_slots(peers, source, slot_byte + number * 8, number < slots, epoch)
     return missing
 
 

@@ -1,7 +1,7 @@
 """The command line's arguments, if this process is one: the package asks when it is imported.
 
-Help needs no torch, whose import takes seconds. A module of its own, because ``import interlace.x`` imports
-``interlace`` first.
+Help needs no torch, whose import takes seconds. This is a separate module, because ``import
+interlace.x`` imports ``interlace`` first.
 """
 
 import sys
@@ -19,7 +19,7 @@ def main() -> int:
 
 
 def arguments() -> list[str] | None:
-    """Those of ``interlace ...`` or ``python -m interlace ...``; None in any other program."""
+    """Return the arguments of ``interlace ...`` or ``python -m interlace ...``; None in another program."""
     if sys.argv[:1] != ["-m"]:  # which stands there until the module is found
         return _script
     module, *given = sys.orig_argv[-len(sys.argv) :]

@@ -18,17 +18,17 @@ ALL_TOKENS = torch.randn(RANKS, TOKENS, MODEL)
 def layer() -> torch.Tensor:
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     tokens, per_rank = ALL_TOKENS[rank], EXPERTS // world_size
-    own = slice(rank * per_rank, (rank + 1) * per_rank)
+    local = slice(rank * per_rank, (rank + 1) * per_rank)
 
     # Route: a row per token and expert, sorted by expert.
     weights, chosen = (tokens @ ROUTER).softmax(-1).topk(TOPK)
     rows, sent = interlace.experts.permute(tokens, chosen, EXPERTS)
 
     # Each row travels to its expert's rank, and is multiplied when it arrives.
-    hidden, splits = interlace.all_to_all_grouped_matmul(rows, UP[own], sent, activation="silu")
+    hidden, splits = interlace.all_to_all_grouped_matmul(rows, UP[local], sent, activation="silu")
 
-    # Each product leaves for its token's rank when it is there, where those of a token are summed.
-    return interlace.grouped_matmul_combine(hidden, DOWN[own], splits, chosen, weights)
+    # Each product travels to its token's rank as soon as it is computed. That rank sums a token's products.
+    return interlace.grouped_matmul_combine(hidden, DOWN[local], splits, chosen, weights)
 
 
 def dense(tokens: torch.Tensor) -> torch.Tensor:

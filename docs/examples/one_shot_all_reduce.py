@@ -102,18 +102,18 @@ def one_shot_all_reduce(buffers_ptr, pads_ptr, input_ptr, output_ptr, rank,
 
 
 def three_rounds():
-    """What every rank runs: three all-reduces through one buffer."""
+    """Run three all-reduces through one buffer, on every rank."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     programs, block = 4, 64
     buffer = symmetric_memory.empty(programs * block, dtype=torch.float32)
     handle = symmetric_memory.rendezvous(buffer)
     output = torch.empty(programs * block)
     for step in range(3):
-        mine = torch.arange(programs * block) + 1000.0 * rank + step
+        summand = torch.arange(programs * block) + 1000.0 * rank + step
         one_shot_all_reduce[(programs,)](
             handle.buffer_ptrs_dev,
             handle.signal_pad_ptrs_dev,
-            mine,
+            summand,
             output,
             rank,
             WORLD_SIZE=world_size,

@@ -232,7 +232,7 @@ def multimem_all_gather_kernel(
                 MULTIMEM,
             )
             slot_byte = workspace.slot_offset + (own_block + block) * 8
-            # To this rank as well: its own programs, too, take a block only after its slot.
+            # Also to this rank, whose programs take a block only after its slot.
             publish_to_all(workspace, slot_byte, epoch)
     for source in range(workspace.world_size):
         part = parts_ptr + source * _PART

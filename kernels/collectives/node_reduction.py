@@ -65,7 +65,7 @@ def sum_nodes(
     """Sum over nodes, in order: the members' contributions of this node, and the sums of the others."""
     total = tl.zeros((BLOCK,), tl.float32)
     for other in range(node.num_nodes):
-        # Of this node the contributions themselves are here: no partial sum of it is stored.
+        # The contributions of this node are here, so no partial sum of it is stored.
         if other == node.own_node:
             total += sum_contributions(node.num_members, contributions_ptr, stride, offsets, mask)
         else:

@@ -58,7 +58,7 @@ def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
     VECTOR: tl.constexpr = 128 // output_ptr.dtype.element_ty.primitive_bitwidth
     addresses = output_ptr.to(tl.int64) | contribution_ptr.to(tl.int64)
     first = tl.cast(block, tl.int64) * BLOCK
-    # Region s begins s * elements later, so all W are aligned only if that is whole vectors, too.
+    # Region s begins s * elements later, so all W are aligned only if that is also whole vectors.
     aligned = ((addresses & 15) == 0) & (elements % VECTOR == 0)
     if aligned & (first + BLOCK <= elements):
         offsets = first + tl.arange(0, BLOCK)

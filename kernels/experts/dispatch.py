@@ -32,7 +32,7 @@ from interlace.kernels.slots import publish_to_all, wait_credits, wait_sources
 from interlace.kernels.tiling import first_tile
 from interlace.kernels.transfer import copy_elements, region_pointer
 
-SEGMENT_NUMBERS = 3  # of a segment: its first row here, its rows, and the first of them at home
+SEGMENT_NUMBERS = 3  # a segment: its first row here, its rows, and its first row at home
 COUNT_NUMBERS = 2  # before the counts by expert: tokens, and the first row at home
 _SEGMENT = tl.constexpr(SEGMENT_NUMBERS)
 _COUNT = tl.constexpr(COUNT_NUMBERS)

@@ -254,7 +254,7 @@ def counted_grouped_matmul_kernel(
         return
     if wait(workspace, workspace.rank, table_byte, epoch) < epoch:
         return
-    # As there: own rows, too, are loaded after these waits, which guard none of their loads.
+    # As there: own rows are also loaded after these waits, which guard none of their loads.
     fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS != "")
     arriving = ArrivingRows(
         counts.segments_ptr,

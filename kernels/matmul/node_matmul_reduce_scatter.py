@@ -264,7 +264,7 @@ def node_sums_kernel(
                 )
                 landing_byte = workspace.slot_offset + (slots.landing_slot + landing) * 8
                 seen = land(workspace, source, span, landing_byte, epoch, PUT, BLOCK)
-                # After a timeout the matmul's wait for this slot times out, too.
+                # After a timeout the matmul's wait for this slot also times out.
                 if seen >= epoch:
                     slot_byte = workspace.slot_offset + (slots.landed_slot + landing) * 8
                     publish(peer_pointer(workspace, workspace.rank, slot_byte), epoch)

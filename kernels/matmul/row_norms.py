@@ -86,7 +86,7 @@ from interlace.kernels.transfer import (
     table_line,
 )
 
-_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
+_LARGEST = tl.constexpr(448.0)  # the largest float8_e4m3fn
 _INNER = tl.constexpr(INNER)
 _SMALLEST_SCALE = tl.constexpr(1e-12)  # so that a row of zeros has a scale to divide by
 

@@ -210,7 +210,7 @@ def store_part(output, c_ptr, start, rows, N, place, phase, free, TILES: gl.cons
                 column = tile_n * TILES.BLOCK_N + number * COLUMNS
                 row = tile_m * TILES.BLOCK_M
                 _store_tile(c, [row, column], output.a.index(place))
-                # Wait until it is read; by then the descriptor may be made again, too.
+                # Wait until it is read. By then the descriptor may also be made again.
                 tma.store_wait(0)
             mbarrier.arrive(output.empty.index(place), count=1)
             place, phase = _next(place, phase, _OUTPUT)

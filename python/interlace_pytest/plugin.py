@@ -27,7 +27,7 @@ MARK = (
     "ranks, in this number of schedules or with these seeds, and report races"
 )
 REPORTS = pytest.StashKey["list[RaceReport]"]()
-# exceptions by which a rank's body ends a test without an error of its own
+# exceptions that end a test without an error, raised in a rank
 OUTCOMES = (pytest.skip.Exception, pytest.fail.Exception, unittest.SkipTest)
 
 

@@ -124,7 +124,7 @@ def _of_other_launchers(environment: Mapping[str, str]) -> dict[str, Said]:
         found = {
             **variables_set,
             **found,
-        }  # srun may set PMI's variables, too, without the local rank
+        }  # srun may also set PMI's variables, without the local rank
     if not found:
         return found
     if environment.get("SLURM_STEP_NUM_NODES") == "1":

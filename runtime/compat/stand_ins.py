@@ -43,7 +43,7 @@ def installing(modules: Mapping[str, str]) -> Iterator[None]:
     """Within the block, ``import`` finds stand-ins by these names: parents first, "" is an empty module.
 
     "module:name" names the function ``name``, in both. An empty module and a package without a parent stand
-    for a package: its modules without a stand-in are those of the real package, if there is one. They are
+    for a package: its other modules come from the real package, if there is one. They are
     imported again within the block and are dropped afterwards, because they refer to the stand-ins.
     """
     with contextlib.ExitStack() as leaving:

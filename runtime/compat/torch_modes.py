@@ -183,7 +183,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickle_tensors(value: object) -> bytes:
-    """Return ``pickle.dumps(value)`` in a form from which torch can load fp8 and uint16, too."""
+    """Return ``pickle.dumps(value)`` in a form from which torch can also load fp8 and uint16."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()

@@ -143,7 +143,7 @@ def to_be_run() -> Iterator[None]:
     """Within the block, compiling ends with PTX that is run on a CPU; called functions need not exist.
 
     A kernel's assertions are ``check`` instructions there (``ptx/waits.py``). Triton's own code for an
-    assertion contains a barrier, which would hide a missing barrier; theirs does not.
+    assertion contains a barrier, which would hide a missing barrier. ``check`` instructions contain none.
     """
     from triton.language import core as tl
     from triton.language.semantic import TritonSemantic
@@ -239,8 +239,8 @@ def direct(
 ) -> DirectLaunch | None:
     """Return a way around the Python half of ``kernel``'s launcher, which only finds scratch memory.
 
-    ``kinds`` returns those of a signature one by one; ``nested`` returns values with tuples as tuples. None
-    for an unknown kind of launcher or one that does more: then use ``kernel.run``.
+    ``kinds`` returns the kinds of a signature one by one; ``nested`` returns values with tuples as tuples.
+    None for an unknown kind of launcher or one that does more: then use ``kernel.run``.
     """
     run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     launch = getattr(run, "launch", None)

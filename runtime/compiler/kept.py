@@ -28,8 +28,8 @@ _COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/launch.py")
 def folder(path: str) -> pathlib.Path:
     """Return the folder of the cache for the kernels of file ``path``.
 
-    Each file, and each copy of this package, has a folder of its own: Triton's cache is keyed by text, not
-    by place, and would report lines of another file, which may no longer exist.
+    Each file, and each copy of this package, has a separate folder. Triton's cache is keyed by text, not by
+    place, and would report lines of another file, which may no longer exist.
     """
     root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     place = os.path.realpath(path or __file__)

@@ -1,9 +1,9 @@
 """The path of NVSHMEM's device code, the bitcode with which kernels that put are linked.
 
-Its version must equal that of the host library that the process loads, which is torch's. Torch's wheels for
-CUDA bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, so this file looks there first. Releases up to
-3.5 have one bitcode file for all architectures. Later ones have one for each of some architectures, and the
-nearest older architecture's file is used.
+Its version must equal the version of the host library that the process loads, which is torch's. Torch's
+wheels for CUDA bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, so this file looks there first.
+Releases up to 3.5 have one bitcode file for all architectures. Later ones have one for each of some
+architectures, and the nearest older architecture's file is used.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 FOLDER = "nvidia/nvshmem/lib"
 NUMBERED = f"{LIBRARY}_sm_[0-9]*.bc"
-VARIABLE = "NVSHMEM_LIB_DIR"  # torch reads it, too
+VARIABLE = "NVSHMEM_LIB_DIR"  # torch also reads it
 SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
 

@@ -155,7 +155,7 @@ _staying: _Server | None = None
 
 @dataclass
 class Fork:
-    """A process that compiles request ``index``: its answer, and its output and that of its tools."""
+    """A process that compiles request ``index``: its answer, and the output of it and its tools."""
 
     index: int
     pid: int

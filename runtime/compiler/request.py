@@ -1,7 +1,7 @@
 """A compilation and its result, in the form in which they are sent to a worker process and back.
 
 A :class:`Compilation` names its kernel by module and file: a function cannot be sent, and in this process
-it may be an interpreted one. The checks of a user's arguments are in this file, too, so that errors are
+it may be an interpreted one. This file also checks a user's arguments, so that errors are
 raised before anything is compiled.
 """
 

@@ -93,7 +93,7 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, obj
 
 
 def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
-    """Return every parameter of the cubin in order: those of the signature, then scratch."""
+    """Return every parameter of the cubin in order: the signature's, then scratch."""
     declared = _parameters(symbol, ptx)
     divisible = {
         _path(source, place)

@@ -8,7 +8,7 @@ An engine has three primitives. ``exchange``: ranks give tensors, other ranks ta
 give tensors and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
 collective is a layout of the tensors that this rank gives and takes, and :class:`Sides`, which describe the
 other ranks. From these an engine chooses a method: inside the message, in one copy, in rings, by a kernel,
-in pieces. Several hosts have methods of their own, because bytes cross between hosts only once.
+in pieces. Several hosts have other methods, because bytes cross between hosts only once.
 
 =====================  ============  ==============
 sides                  exchange      reduce

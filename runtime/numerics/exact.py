@@ -194,7 +194,7 @@ def reduce(combine: Callable[[Array, Array], Array], values: Array, axis: int) -
 
 
 def larger(x: Array, y: Array) -> Array:
-    """Return the larger; the number if the other is nan; +0 is larger than -0."""
+    """Return the larger, or the number if the other is nan. +0 is larger than -0."""
     if x.dtype.kind in "iu":
         return np.maximum(x, y)
     equal = np.where(np.signbit(x), y, x)  # numpy may return either of two zeros
@@ -202,5 +202,5 @@ def larger(x: Array, y: Array) -> Array:
 
 
 def smaller(x: Array, y: Array) -> Array:
-    """Return the smaller; the number if the other is nan; -0 is smaller than +0."""
+    """Return the smaller, or the number if the other is nan. -0 is smaller than +0."""
     return np.minimum(x, y) if x.dtype.kind in "iu" else -larger(-x, -y)

@@ -1,8 +1,8 @@
 """Norms of rows by torch, in fp32 (float64 in float64), and their gradients; activations by name.
 
 Rows are matrices ``[rows, N]``; a weight and a bias are ``[N]`` or None. The algorithms that multiply with
-torch, and autograd, use these functions for what the kernels do in registers. The kernels have activations
-of their own (``kernels/epilogue.py``).
+torch, and autograd, use these functions for what the kernels do in registers. The kernels have other
+functions for activations (``kernels/epilogue.py``).
 """
 
 from collections.abc import Callable

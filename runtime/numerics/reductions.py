@@ -11,7 +11,7 @@ registers and its loop over the rest differ there. So ranks that reduce the same
 
 All is computed in the usual floating-point mode: to the nearest, with denormal numbers. Ranks that each sum
 the same data get the same bits only in the same mode, and a user may set another mode on one of them
-(``torch.set_flush_denormal``, C's ``fesetround``). torch's threads have modes of their own. Therefore only
+(``torch.set_flush_denormal``, C's ``fesetround``). The mode of torch's threads may differ. Therefore only
 the calling thread computes what every rank computes for itself, which is little.
 
 Two parts are the common case, and most dtypes have one torch operator for them. Several parts are reduced

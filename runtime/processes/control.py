@@ -41,7 +41,7 @@ release and W - 1 acquires per rank, for any W.
 Two areas, used in turn, are enough. A rank overwrites message n - 2 with message n after it has finished
 n - 1, so it has seen message n - 1 of every peer. A peer sends n - 1 only after it has read every n - 2.
 So each rank that could still need the old message has announced, by a release that was acquired here, that
-it does not. Two would be enough for data, too, but writing lines that another core has just read takes
+it does not. Two would also be enough for data, but writing lines that another core has just read takes
 several times as long as writing lines that have left its cache meanwhile.
 """
 
@@ -129,7 +129,7 @@ _core = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
 def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
     """Return the core to which ``rank`` should move, or None. ``cores``: every rank's; unknown is negative.
 
-    Of the ranks that see the same ``cores`` and have the same ``allowed`` cores, one moves. With cores
+    One of the ranks that see the same ``cores`` and have the same ``allowed`` cores moves. With cores
     ``[0, 0, 0, 1]`` and ``allowed`` 0 and 1, rank 2 moves to 1.
     """
     own_core = cores[rank]
@@ -306,7 +306,7 @@ class Control:
         return self.bases[rank] + _MAIL
 
     def length(self, rank: int) -> int:
-        """Return the address of the length of ``rank``'s message 0; entry n % ENTRIES has that of n."""
+        """Return the address of the length of ``rank``'s message 0. Message n uses entry n % ENTRIES."""
         return self.bases[rank] + HEADERS + 8
 
     def area(self, rank: int) -> int:

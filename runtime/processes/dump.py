@@ -38,7 +38,7 @@ from interlace.runtime.processes.recorder import PastOp, RankRecord, foot, read_
 
 MOST_FILES = 256  # in the default folder
 VARIABLE = "INTERLACE_RECORD"
-VERSION = "2.10"  # of torch's format
+VERSION = "2.10"  # version of torch's format
 
 # fr_trace knows these in every release. For any other op, as for a barrier, it compares shapes and states.
 _BARRIER = "all_reduce_barrier"
@@ -131,7 +131,7 @@ def _tag(group: Any) -> str:
 def dump(
     group: RecordedGroup, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING
 ) -> None:
-    """Write, once, this process's records and those of ``blamed``, ranks of ``group``, which has failed."""
+    """Write this process's records, once, and the records of the ranks ``blamed`` of a failed ``group``."""
     if group.dumped or group.control is None:
         return
     group.dumped = True
@@ -214,7 +214,7 @@ def _make(folder: str, *, private: bool) -> None:
 def _prune(folder: str) -> None:
     found = []
     for name in filter(JOB_AND_RANK.fullmatch, os.listdir(folder)):
-        with contextlib.suppress(FileNotFoundError):  # other ranks delete files, too
+        with contextlib.suppress(FileNotFoundError):  # other ranks also delete files
             found.append((os.path.getmtime(path := os.path.join(folder, name)), path))
     for _, path in sorted(found)[:-MOST_FILES]:
         with contextlib.suppress(FileNotFoundError):
@@ -246,7 +246,7 @@ def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
-    """Return one op. Of a call, only the terms that are equal on all ranks are known."""
+    """Return one op. Only those terms of a call are known that are equal on all ranks."""
     terms = op.terms if isinstance(op.terms, tuple) else ()
     pairs = [term for term in terms if isinstance(term, tuple) and len(term) == 2]
     sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]

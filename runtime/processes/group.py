@@ -72,7 +72,7 @@ class HostGroup:
 
     The ranks find each other in ``meeting`` (a group of one needs none); ``prefix`` names the group and its
     generation there. ``timeout``, in seconds, bounds joining and every later wait. If ``parent``, a group
-    that contains this one, is aborted, the waits of this group end, too. ``names`` are the ranks that
+    that contains this one, is aborted, the waits of this group also end. ``names`` are the ranks that
     errors show. ``beyond(name)`` returns the rank for which that rank waits in the end, as far as peers
     know.
     """
@@ -132,7 +132,7 @@ class HostGroup:
         record.register(self)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
-        """Join a group of some of the ranks. An abort of this group ends that one, too."""
+        """Join a group of some of the ranks. An abort of this group also ends that one."""
         self.check_usable()
         return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
 
@@ -454,7 +454,7 @@ class HostGroup:
     def close(self, linger: float = 0.0) -> None:
         """Tell the peers that this rank has left, and release descriptors and memory. Idempotent.
 
-        ``linger``: seconds that this rank waits for rank 0 to leave, too. Rank 0 often serves the store: a
+        ``linger``: seconds that this rank also waits for rank 0 to leave. Rank 0 often serves the store: a
         rank that returned earlier could begin the next generation in a store that is about to end.
         """
         self._unusable = self._unusable or _CLOSED

@@ -18,8 +18,8 @@ A text is written once and used for as long as it is kept. When one half of the 
 is begun anew. So the texts of an entry exist if its generation is the log's or the previous one.
 
 The call site is the innermost frame outside interlace and torch. Its depth depends on the called function,
-so the depth is remembered with the op, and only one frame is read then. An op whose steps have call depths
-of their own, as on several hosts, has several depths; all are remembered.
+so the depth is remembered with the op, and only one frame is read then. An op whose steps
+differ in call depth, as on several hosts, has several depths. All are remembered.
 
 A reader may be a peer (in shared memory), another process, or a reader of files. It does not trust the
 writer: every length and offset is checked before use, and an invalid text is shown as "?".
@@ -109,7 +109,10 @@ class FlightRecorder:
         self._placed: dict[bytes, int] = {}
         self._generation, self._room, self._at = 0, HALF, 0
         self._others, self._lock = itertools.count(1), threading.RLock()
-        self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
+        self._numbers = (
+            itertools.count(1),
+            itertools.count(1),
+        )  # for ops of two ranks and of all ranks
 
     def about(self, identity: object) -> None:
         text = plain.dumps(identity)
@@ -221,7 +224,7 @@ class FlightRecorder:
 
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
-MOST_BYTES = 64 << 20  # of a file
+MOST_BYTES = 64 << 20  # bytes of a file
 
 
 @plain.record
@@ -229,7 +232,7 @@ MOST_BYTES = 64 << 20  # of a file
 class PastOp:
     """An op of a rank. Times are in ns of the monotonic clock; ``ended`` is 0 while the op is running.
 
-    ``terms`` are those of its call; ``site`` is (function, file, line) or None; ``peer`` is the other rank
+    ``terms`` are its call's; ``site`` is (function, file, line) or None; ``peer`` is the other rank
     of an op of two ranks, -1 if all ranks take part.
     """
 

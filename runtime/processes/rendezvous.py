@@ -1,7 +1,7 @@
 """The rendezvous of the processes of one host: they exchange socket addresses and file descriptors.
 
 Finding peers: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
-the store. Of two ranks, the higher one connects. Both ask the kernel which user the other process runs as.
+the store. The higher one of two ranks connects. Both ask the kernel which user the other process runs as.
 A rank closes its listener when it is connected to every peer, because abstract sockets have no permissions
 and a stranger could fill the backlog. Handing over: each rank sends every peer one message with the
 descriptors attached (SCM_RIGHTS) and receives one from every peer. The connections buffer the messages, so
@@ -18,7 +18,7 @@ for a new nonce. Values that an earlier, crashed generation left behind have ano
 
 A group's ranks meet to exchange their cards and to receive a nonce that only they know. Ranks without a
 common group meet in a store. Ranks of a group meet in its control segments, which need no server and
-outlive their processes. Therefore the survivors of a failed group can meet, too.
+outlive their processes. Therefore the survivors of a failed group can also meet.
 
 How survivors agree (:func:`reunite`): every rank publishes the number of the attempt that it has reached
 and waits until all live ranks have reached it. These ranks then join a new group. The group's name depends
@@ -231,7 +231,7 @@ class Rendezvous:
     def _send(self, peer: int, descriptors: Sequence[int]) -> bool:
         message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         try:
-            with contextlib.suppress(ConnectionError):  # the peer's message, too, will not arrive
+            with contextlib.suppress(ConnectionError):  # the peer's message will not arrive either
                 socket.send_fds(self._connections[peer], [message], descriptors)
         except BlockingIOError:
             return False
@@ -582,7 +582,7 @@ class Roll(Protocol):
         """Return the ranks that ended, left or were struck off, maybe the caller: they publish no more."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
-        """Strike off those of ``ranks`` whose RESULT is less than ``before``."""
+        """Strike off the ``ranks`` whose RESULT is less than ``before``."""
 
 
 class MemoryRoll:

@@ -74,7 +74,7 @@ class SignedStore(Store):
 
 
 class PolledStore(Store):
-    """A prefix of ``underlying_store`` for C++ code that waits in it, in a thread of its own.
+    """A prefix of ``underlying_store`` for C++ code that waits in it, in another thread.
 
     Other threads can use the store meanwhile; a TCPStore blocks them while it waits itself. Waits end when
     ``over()`` returns True. Keep a reference to it while C++ code uses it.

@@ -15,7 +15,7 @@ which is not a failure.
 
 Ranks of one host that wait for each other are detected within some ms, from words in shared memory. A wait
 that lasts publishes its *claim*: one word in this rank's control segment of every group of its process that
-contains the awaited process, too::
+also contains the awaited process::
 
     number of the wait << 16 | OTHERS | BOUNDED | 1 + the awaited rank
 

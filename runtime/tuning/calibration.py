@@ -11,7 +11,7 @@ name is a digest of the machine's name. JSON::
                         {"from_bytes": 0, "latency_us": 31.0, "gb_per_s": 1.9},
                         {"from_bytes": 262144, "latency_us": 60.0, "gb_per_s": 4.2}]}, ...]}]}
 
-Bytes are those of the whole tensor: after a gather, before a scatter, the reduced tensor, or all that a
+Bytes are the bytes of the whole tensor: after a gather, before a scatter, the reduced tensor, or all that a
 rank sends. ``files.py`` reads and writes the file.
 """
 

@@ -38,7 +38,7 @@ class Configuration:
     ``epilogue_subtile`` is the number of parts in which a tile is stored. ``output_descriptors``: store by
     TMA if the store publishes nothing. ``flatten`` joins the loop over tiles and their k loops into one, so
     that a tile's loads overlap with the end of the previous tile. ``warp_specialize`` gives loads and
-    products warps of their own. Without TMA, the last three have no effect.
+    products separate warps. Without TMA, the last three have no effect.
 
     ``warp_roles`` (9.x): each warp of a fused matmul loads, multiplies or stores, so that the pipeline does
     not drain at a chunk or an owner (``kernels/matmul/warp_roles.py``). It applies if products are stored
@@ -211,7 +211,7 @@ def gpu_default(
     """Return the first row of the table's ``TILES`` that fits a GPU of compute ``capability`` (90 is 9.0).
 
     ``interlace build`` shows that no default spills. Ranks must agree on the units that they signal:
-    ``block_m`` depends on ``rows`` alone (those of the longest shard), and ``block_n`` does not depend on
+    ``block_m`` depends on ``rows`` alone (of the longest shard), and ``block_n`` does not depend on
     ``inner``, which may differ between ranks.
     """
     extents = extents_class(columns, inner)
@@ -289,7 +289,7 @@ def gpu_attention(
 
 
 def for_decoding(chosen: Configuration, dtype: torch.dtype) -> Configuration:
-    """Adapt tiles to decoding: rows are the few heads that share keys; fp32 products need few keys, too."""
+    """Adapt tiles to decoding: rows are the few heads that share keys; fp32 products also need few keys."""
     keys = 16 if dtype == torch.float32 else chosen.block_n
     return replace(chosen, block_m=16, block_n=keys, num_warps=4)
 

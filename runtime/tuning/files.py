@@ -33,7 +33,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.tuning.configuration import METHODS, check_values
 
 OFF = ("off", "0", "")
-MOST_BYTES = 64 << 20  # of a file; a row has less than 2000
+MOST_BYTES = 64 << 20  # bytes of a file; a row has less than 2000
 MOST_COUNT = 1 << 62
 Content = TypeVar("Content")
 
@@ -236,7 +236,7 @@ class CacheRow:
     """One measurement. ``rows``, ``columns``, ``inner`` and ``world`` are powers of two, see ``tuning.py``.
 
     ``algorithm`` is the fastest. ``values`` are fields of the configuration, and ``microseconds`` the best
-    time, both by algorithm. ``shape`` (m, n, k) and ``ranks`` are those of the measurement.
+    time, both by algorithm. ``shape`` (m, n, k) and ``ranks`` describe the measurement.
     """
 
     op: str
@@ -256,7 +256,7 @@ class CacheRow:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the row's key in the cache. Of rows with the same key, the last one counts."""
+        """Return the row's key in the cache. If rows have the same key, the last one counts."""
         return self.op, self.dtype, self.extents, self.world, self.rows, self.columns, self.inner
 
 

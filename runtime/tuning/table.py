@@ -226,7 +226,7 @@ _ATTENTION: tuple[tuple[Any, ...], ...] = (
     ((ANY,), "16 bit", "backward",   64,  64,  64,  8,    2),
     ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    3),
     ((ANY,), "16 bit", "backward",  256,  32,  32,  8,    1),
-    # without tensor cores operands need registers, too
+    # without tensor cores operands also need registers
     ((ANY,), "fp32",   "forward",    64,  16,  32,  4,    1),
     ((9,),   "fp32",   "forward",   128,  16,  16,  4,    1),
     ((ANY,), "fp32",   "forward",   128,  16,  32,  8,    1),

@@ -184,7 +184,7 @@ def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks
     if weight > chip.l2_mb * 1e6 / 2:
         bands = p.whole * chunks * ceil_div(ceil_div(p.rows, c.block_m * chunks), c.group_m)
     reads = p.whole * p.rows * p.inner * itemsize + bands * weight
-    # at most one for each tile, because a program skips chunks without tiles of its own
+    # at most one for each tile, because a program skips chunks without tiles for it
     visited = min(waves, 1 + (p.whole - 1) * chunks)
     return max(waves * tile + visited * chip.chunk_us, reads / (chip.memory_gbs * 1e3))
 
@@ -281,7 +281,7 @@ AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
-    """Return the nearest row, if it is near, and its distance. Of equally near ones the first by bucket."""
+    """Return the nearest row, if it is near, and its distance; of equally near ones the first by bucket."""
 
     def rank(row: AnyRow) -> tuple[int, Bucket]:
         at = (row.world, row.rows, row.columns, row.inner)
@@ -343,7 +343,7 @@ def decide(
     shape, chip = None, table.chip_of(capability or MIXED) if one_node else None
     if capability and one_node:
         shape = nearest(table_rows(capability, problem), bucket_of(problem))
-    near: list[tuple[str, Choice]] = []  # those of the cache before those of the table
+    near: list[tuple[str, Choice]] = []  # the cache's choices, then the table's
     if cached is not None:
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
@@ -410,7 +410,7 @@ class TunedFormat(Protocol):
 
 
 def tuned_as(format: TunedFormat | None) -> dict[str, Any]:
-    """Return the terms of a problem that describe operands in that format."""
+    """Return the terms of a problem that describe operands in ``format``; no terms if it is None."""
     return {} if format is None else {"fast_accum": format.fast_accum, "format": format.name}
 
 
@@ -425,7 +425,7 @@ def gather_problem(
     fast_accum: bool = True,
     format: str = "",
 ) -> Problem:
-    """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
+    """Return the problem of an all-gather + matmul. ``columns`` are of all weights of all ranks."""
     kinds = {configuration.extents_class(column, inner) for column in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)

@@ -19,7 +19,7 @@ _WHOLE = ("broadcast", "reduce", "send_recv")
 def bus_factor(op: str, world_size: int) -> float:
     """Return f of an op: 1, or the share (W - 1) / W of W ranks, twice for an all-reduce."""
     if op == "barrier":
-        raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
+        raise ValueError("op must move data, which a bandwidth can be computed from; got 'barrier'")
     if op in _WHOLE:
         return 1.0
     return (2 if op.endswith("all_reduce") else 1) * (world_size - 1) / world_size

@@ -203,8 +203,8 @@ def bind(name: str, size: int) -> Communicator:
     """Return the caller's communicator of a traced ``(name, size)``; raise ValueError without one."""
     if groups.simulated_ranks():
         raise TypeError(
-            f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it "
-            "supports LocalTensorMode itself, but no class derived from it"
+            f"group {name!r}: interlace supports LocalTensorMode, but no class derived from it, because an "
+            "op would run for each simulated rank without the others; use LocalTensorMode itself"
         )
     whole = groups.default_group()
     if name == rank_lists.DEFAULT_NAME and size == whole.world_size:

@@ -245,13 +245,16 @@ def _packed_weights(
             packed.append(each)
             continue
         if format not in (None, each.format):
-            raise ValueError(f"format is {format!r}, weight {index} is in {each.format}")
+            raise ValueError(
+                f"weights[{index}] must have the format {format!r} of the call and the other weights; got "
+                f"{each.format!r}"
+            )
         format = each.format  # type: ignore[assignment]
         if each.inner != -1 or each.shape[1:] != input.shape[-1:]:
             raise ValueError(
-                "input must have as many features as a scaled weight of shape (out, in), its blocks along "
-                f"in; got input {tuple(input.shape)}, weight {index} {tuple(each.shape)}, its blocks along "
-                f"dimension {each.inner}"
+                "input must have as many features as a scaled weight, whose shape is (out, in) and whose "
+                f"blocks are along in; got input of shape {tuple(input.shape)} and weights[{index}] of "
+                f"shape {tuple(each.shape)} with blocks along dimension {each.inner}"
             )
         packed.append(packed_rows(each))
     return packed, format or ""

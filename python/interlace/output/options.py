@@ -9,6 +9,13 @@ from typing import Any, ClassVar, TypeVar
 from interlace.runtime.tuning.table import BUILDABLE
 
 MOST = 1 << 24
+STATUSES = (
+    (0, "all is well"),
+    (2, "an argument or a file is wrong, or an op failed"),
+    (130, "Ctrl-C"),
+    (143, "SIGTERM"),
+)
+"""The exit statuses of every command. A command adds its own."""
 Options = TypeVar("Options", bound="CommandOptions")
 
 
@@ -28,6 +35,8 @@ class CommandOptions:
     """Arguments of a command. The docstring of the class is its description."""
 
     epilog: ClassVar[str] = ""
+    statuses: ClassVar[tuple[tuple[int, str], ...]] = ()
+    """Exit statuses of this command besides ``STATUSES``, and when it returns them."""
 
     def interprets(self) -> bool | None:
         """Return whether kernels run in the interpreter; None if that does not matter."""
@@ -48,12 +57,14 @@ class CommandParser(argparse.ArgumentParser):
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
     """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
+    statuses = sorted([*STATUSES, *kind.statuses])
+    lines = [f"  {status:<4} {meaning}\n" for status, meaning in statuses]
     parser = commands.add_parser(
         name,
         help=line,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=text,
-        epilog=kind.epilog,
+        epilog=f"{kind.epilog}exit status:\n{''.join(lines)}",
     )
     for field in dataclasses.fields(kind):
         keywords = dict(field.metadata)

@@ -149,8 +149,8 @@ def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: i
     if scatter_list is None or len(scatter_list) <= rank:
         count = "None" if scatter_list is None else f"{len(scatter_list)} tensors"
         raise ValueError(
-            "scatter_list: with group_src=None every rank takes an entry of the list that it passes, got "
-            f"{count} on rank {rank}"
+            "scatter_list must have a tensor for each rank of the mesh dimension if group_src is None, "
+            f"because rank {rank} takes scatter_list[{rank}]; got {count} on rank {rank}"
         )
     if scatter_list[rank].shape != output.shape:
         raise ValueError(

@@ -30,6 +30,8 @@ Bars = Callable[[str, int | None], Callable[..., None]]
 class VerifyOptions(CommandOptions):
     """Look for races, failing schedules and broken rules in kernels, without a GPU."""
 
+    statuses = ((1, "there are findings, or a part could not be checked"),)
+
     target: str = option(
         "all",
         positional=True,

@@ -64,7 +64,10 @@ class Variable:
             if base is not None and self.kind.bits == 64:
                 bits = base + int((match[3] or "") + (match[4] or "0"))
         if bits is None:
-            raise InlineAssemblyError(f"PTX: {self.name} begins as '{text}', which is not known")
+            raise InlineAssemblyError(
+                f"PTX: the initial value of {self.name} must be a number or, in 64 bits, the address of a "
+                f"variable of the module; got '{text}'"
+            )
         return bits.to_bytes(self.kind.bits // 8, "little")
 
 

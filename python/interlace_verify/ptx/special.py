@@ -42,7 +42,7 @@ class Threads:
 
     ``numbers``: the numbers of these threads in the ``block`` of the program. ``mask``: the threads that
     run the present instruction, None for all. ``alone``: one thread stands for all. ``told_apart``: hooks
-    are told the thread of each access; ``heard``: hooks are installed. ``polls_plainly``: since the last
+    get the thread of each access; ``heard``: hooks are installed. ``polls_plainly``: since the last
     branch back the threads have loaded, but done nothing that lets other programs run. ``idle_steps``: the
     instructions in loops since the last access of memory or a clock.
     """

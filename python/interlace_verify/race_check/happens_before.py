@@ -370,7 +370,7 @@ class Detector(Collector):
         self, agent: Agent, messages: HandedOn, scope: int, atomic: Atomic, thread: int
     ) -> None:
         if atomic.each_thread and not agent.threads:
-            thread = LANES  # what each of them acquires alone, all know after a barrier
+            thread = LANES  # after a barrier all threads know what each has acquired
         for (sender, sent_scope, _), clock in messages.items():
             if not self._reach(agent, scope, sender, sent_scope):
                 continue

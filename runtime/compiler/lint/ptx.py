@@ -1,10 +1,10 @@
 """PTX as a list of instructions with source lines and control flow.
 
 Parses the output of Triton and inline assembly that people write: several statements in a line, scopes with
-labels of their own, predicates on any instruction.
+labels, predicates on any instruction.
 
 ``.loc`` directives have the source line of an instruction. Up to Triton 3.7, the chain of inlined calls is
-in a comment after the directive. Later releases name the call, which has an earlier ``.loc`` of its own.
+in a comment after the directive. Later releases name the call, which has an earlier ``.loc``.
 They also count the lines of an inline assembly text as if they were lines of the kernel::
 
     .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/matmul/all_gather_matmul.py:105:12 ]
@@ -77,7 +77,7 @@ class Places:
         for index in flow.order:  # the chain after a backward jump is not known yet
             earlier = before[index]
             chains[index] = chain = max(
-                reversed(self._of_instructions[index]),  # of equally good ones, the last
+                reversed(self._of_instructions[index]),  # the last of equally good ones
                 key=lambda one: max((_calls_in_common(one, other) for other in earlier), default=0),
             )
             # The compiler gives some instructions no line. They get the chain of the ones before them.

@@ -155,7 +155,7 @@ def _bytes(one: Operation) -> int:
 
 def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
     """Return the largest number of loads in flight at once, and of bytes of one thread."""
-    registers: list[tuple[set[int], int]] = []  # of loads that are not used yet; their bytes
+    registers: list[tuple[set[int], int]] = []  # loads that are not used yet: registers, bytes
     groups: list[list[int]] = [[]]  # bytes of copies into shared memory by group, the last one open
     most = most_bytes = 0
     waits = any(one.name == "DEPBAR" and _KEPT.match(one.operands) for one in code)

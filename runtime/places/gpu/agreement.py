@@ -1,7 +1,7 @@
 """Agreement of ranks on what they call, without delaying the host once they have agreed.
 
 Streams make ops asynchronous. A host that waits for its peers at every call would lose its head start on
-the GPU. So a rank does not wait again for a call on which all ranks have agreed before: it writes a note of
+the GPU. So a rank does not wait again for a call on which all ranks have agreed before. It writes a note of
 the call where the peers see it, and continues. The notes are compared afterwards, at the rank's next calls
 and by its watchdog. A difference is then reported as at the call, on all ranks, and fails the group.
 
@@ -127,7 +127,7 @@ _CHECKED = HEADER_WORDS
 _TEXTS = HEADER_WORDS + 16
 _AREA_WORDS = 1 + LARGEST_MESSAGE // WORD
 _ROWS = _TEXTS + AREAS * _AREA_WORDS
-_FIELDS = 3  # of a note
+_FIELDS = 3  # fields of a note
 _word = struct.Struct("=q").pack
 
 
@@ -157,7 +157,7 @@ class Agreement:
             self._shared, self._row_bytes = self._boards[0], self._bytes[0]
         self.number = self._texts = 0
         self._known: dict[bytes, _AgreedCall] = {}
-        self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
+        self._digests: dict[bytes, int] = {}  # digests of calls whose text the peers have
         self._heard = [{_digest(b""): b""} for _ in range(self._world_size)]  # texts, by digest
         # by number modulo NOTES: what to compare with the peers' notes, or None
         self._open: list[tuple[_AgreedCall, Call] | None] = [None] * NOTES

@@ -17,7 +17,7 @@ first on one rank, and that they do not fit together. Then neither can begin on 
 
 So on each rank, kernels of several groups run at the same time only if all of their programs fit. Otherwise
 the later one, in the order of the calls, waits on its stream for the end of the earlier. If ranks call the
-ops of groups that they share in one order, as torch.distributed requires, nothing blocks: of all ops in
+ops of groups that they share in one order, as torch.distributed requires, nothing blocks. Of all ops in
 flight, the first waits for no other op on any rank, and the ops beside it leave it room.
 
 A program counts as a whole multiprocessor. Signal kernels, of one warp, do not count: they use the one that
@@ -129,7 +129,7 @@ def residency(key: Any, capacity: int, known: dict[object, Residency] | None = N
 
 T = TypeVar("T")
 
-POLLS_PER_SECOND = 1_000_000  # of a wait in a kernel, at most
+POLLS_PER_SECOND = 1_000_000  # the most polls of a wait in a kernel
 
 
 class DevicePlace(Place):
@@ -332,7 +332,7 @@ class DevicePlace(Place):
         """Keep what an item uses until the op has ended, if it runs on streams of the group's own.
 
         Otherwise the caching allocator would give the memory of a freed tensor to the stream on which it
-        was made, while this stream still uses it. ``record_stream`` would work, too, but makes the
+        was made, while this stream still uses it. ``record_stream`` would also work, but makes the
         allocator wait for events; here the caller's ``Work.wait()`` frees the memory.
         """
         if self._kept is not None:

@@ -105,7 +105,7 @@ def stream_words(device: int) -> Driver | None:
 def alarm_stream(device: int) -> torch.cuda.Stream:
     """Return a stream on GPU number ``device`` on which nothing ever waits; one for the whole process.
 
-    It is not from torch's pool of 32, whose streams soon become some group's copy stream, too. The first
+    It is not from torch's pool of 32, whose streams soon also become some group's copy stream. The first
     call may synchronize the device.
     """
     with torch.cuda.device(device):

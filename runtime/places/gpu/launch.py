@@ -1,8 +1,8 @@
 """Launches on a GPU that cost the host little: only the first call goes through Triton's own launch.
 
-``kernel[grid](...)`` of Triton takes tens of microseconds for the many arguments of a fused op, every time.
-Its result depends on the kernel, the compile options, and of every argument its value (its width, if it is
-not specialized), or for a tensor its dtype and whether its address is a multiple of 16. These are the key
+Triton's ``kernel[grid](...)`` takes tens of microseconds for the many arguments of a fused op, every time.
+Its result depends on the kernel, the compile options, and every argument: the value (the width, if it is
+not specialized), or of a tensor the dtype and whether its address is a multiple of 16. These are the key
 under which this file finds a compiled kernel. A launch then passes plain addresses::
 
     prepare   key, compiled kernel (compiled and loaded if new), values in the order of the parameters;
@@ -116,7 +116,7 @@ class _Compiled:
             places[name] = range(count, count + fields)
             count += fields
         self._order: list[tuple[int, Any]] = []
-        self._tuples: list[slice] = []  # of the values in the order of the parameters
+        self._tuples: list[slice] = []  # tuples among the values, in the order of parameters
         for parameter in inspect.signature(launch.kernel.fn).parameters.values():
             begin = len(self._order)
             self._order += [

@@ -4,16 +4,16 @@ Within a node it works like the place ``cuda``: ranks address each other's memor
 put by NVSHMEM. Only kernels that put are linked with its device library. NVSHMEM's mappings determine which
 ranks share a node. If all nodes of a machine share one NVLink domain, it is one node: no kernel puts.
 
-Streams signal only by kernels, because stream memory operations need the peer's address, too.
+Streams signal only by kernels, because stream memory operations also need the peer's address.
 
 torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each peer's
-mapping. A null pointer means that the peer is reached only over the network. torch has two requirements
-beyond those of ``memory.py``: the backend is chosen for the whole process, before its first symmetric
-tensor; and the group of all processes is registered as "0", by ``torch.distributed`` or here. A rank's
+mapping. A null pointer means that the peer is reached only over the network. torch requires two
+things more than in ``memory.py``. The backend is chosen for the whole process, before its first symmetric
+tensor. And the group of all processes is registered as "0", by ``torch.distributed`` or here. A rank's
 number in that group is its number for NVSHMEM.
 
 A kernel that is linked with NVSHMEM's device library has a copy of NVSHMEM's state in constant memory of
-its own module. It has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
+its module. It has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
 """
 
 from collections.abc import Sequence

@@ -109,7 +109,7 @@ class PlanStep:
     workspace: Workspace | None
     pulled: bool
     items: list[Launched | Copied | Signalled] = field(default_factory=list)
-    programs: int = 0  # of its kernels, in total
+    programs: int = 0  # programs of all its kernels
     words: Counted | None = None
 
 
@@ -130,7 +130,7 @@ class PlanRecorder:
         self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
         self._steps: list[PlanStep] = []
-        self._items: list[list[Any]] = []  # of each step, as recorded
+        self._items: list[list[Any]] = []  # the items of each step, as recorded
         self._open = self._spoilt = False
 
     def agreed(self, call: Call, answers: list[bytes]) -> None:
@@ -236,7 +236,7 @@ class _Where:
         return Launched(second, addresses)
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of the argument in ``tensor``'s storage. Of several, the one with its beginning.
+        """Return the index of the argument in ``tensor``'s storage; of several, the one with its beginning.
 
         If their relative places are known, it is any one that has its beginning.
         """

@@ -298,7 +298,7 @@ class DeviceProcessPlace(DevicePlace):
         super().fail(error)
 
     def abort(self, reason: str) -> None:
-        """Implements ``Place.abort``; every wait on this rank's GPU and its peers' ends, too."""
+        """Implements ``Place.abort``; it also ends every wait on this rank's GPU and its peers'."""
         self.processes.abort(reason)
         self.wake_kernels()
 

@@ -12,7 +12,7 @@ the point is recorded at once: at the end of an asynchronous op, and at the star
 item is about to follow.
 
 In a graph capture, points of another capture or of none are not waited for. The streams that the caller
-captures and replays in order the capture after earlier work, and the replays, too.
+captures and replays in order the capture after earlier work, and the replays.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Point:
         pool: list[torch.cuda.Event] | None = None,
     ) -> None:
         self.target = target
-        self.number = next(_numbers)  # of two points in one stream the later one has the larger
+        self.number = next(_numbers)  # later points in a stream have larger numbers
         self._event, self.recorded, self._pool = event, False, pool
 
     def __del__(self) -> None:
@@ -114,7 +114,7 @@ def programs_of(launch: KernelLaunch) -> int:
 
 
 class DeviceStream(Stream):
-    """An ordered queue of one rank, on a CUDA stream of its own, or on the caller's if it ``follows``."""
+    """An ordered queue of one rank, on a separate CUDA stream, or on the caller's if it ``follows``."""
 
     def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
         self._place = place  # a DevicePlace
@@ -125,7 +125,7 @@ class DeviceStream(Stream):
         self._end: Point | None = None  # after the last item, if it was asked for
         self._waiting: dict[StreamTarget, Point] = {}
         self._waited: dict[StreamTarget, Point] = {}  # the next item comes after these
-        self._depends: Workspace | None = None  # of the op that has waited for data
+        self._depends: Workspace | None = None  # the workspace of the op that has waited for data
 
     def target(self) -> StreamTarget:
         """Return the CUDA stream to which the next item would go."""

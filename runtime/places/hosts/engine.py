@@ -31,7 +31,7 @@ large     in pieces, after all ranks agree. The steps within the host overlap wi
 data that it has received from host k. If host k has more ranks than this one, there are several rounds.
 
 Rejected: an all-reduce of gloo between hosts. It supports few dtypes, rounds halves at every step, and sums
-in an order of its own. Also rejected: gathering at one rank per host, where other cores and links idle.
+in another order. Also rejected: gathering at one rank per host, where other cores and links idle.
 
 Reductions have two steps: over the ranks of each host, then over the hosts. A host sends a partial result
 in the dtype in which :func:`reductions.fold` would continue, so that there is one rounding, at the end::
@@ -43,7 +43,7 @@ in the dtype in which :func:`reductions.fold` would continue, so that there is o
 The order is ``(r0 + r1 + ...) + (r4 + r5 + ...) + ...``: ranks within a host, then hosts, both ascending.
 It depends only on which rank is on which host. Each element is finished by one rank, or by ranks that
 compute the same from the same numbers. So all ranks get the same bits, in every run. The rounding may
-differ from that of the same ranks on one host, whose sum has no brackets.
+differ from the rounding on one host, whose sum has no brackets.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Partial:
             output.copy_(total)
 
 
-SMALL_BYTES = 32 << 10  # of all ranks of the largest host
-MEETING_BYTES = 256 << 10  # of the data that goes with a meeting in the host
+SMALL_BYTES = 32 << 10  # bytes of all ranks of the largest host
+MEETING_BYTES = 256 << 10  # data that goes with a meeting in the host
 
 
 class HostsEngine(Engine):
@@ -130,13 +130,13 @@ class HostsEngine(Engine):
         return ranks[index % len(ranks)]
 
     def _rounds(self, ranks: Sequence[int]) -> list[list[int | None]]:
-        """Assign the ranks of a host to those of this one: in each round at most one to each."""
+        """Assign the ranks of a host to this host's ranks: in each round at most one to each."""
         count = len(self._mine)
         padded = [*ranks, *[None] * (-len(ranks) % count)]
         return [padded[start : start + count] for start in range(0, len(ranks), count)]
 
     def _far(self, tensors: Tensors) -> dict[int, torch.Tensor]:
-        """Return those of ranks on other hosts, twins first: no two ranks begin with the same one."""
+        """Return the tensors of ranks on other hosts, twins first: no two ranks begin with the same one."""
         return {
             rank: tensors[rank]
             for ranks in self._others

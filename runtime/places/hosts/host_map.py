@@ -11,11 +11,11 @@ one user            they have no permissions, so peers with another user id are 
 ==================  ================================================================================
 
 Process and mount namespaces do not matter, because descriptors of memory and of processes (pidfd) work
-across them. So two containers of one pod are one host. Two containers with networks of their own are two
+across them. So two containers of one pod are one host. Two containers with different networks are two
 hosts, and are connected like two machines, which is slower but right.
 
 When gloo fails to connect, it does not say which connection failed, and it says nothing before that. So
-every rank checks now and then whether a rank of its own host has ended, which ranks of other hosts cannot
+every rank checks now and then whether a rank of its host has ended, which ranks of other hosts cannot
 see. A rank that fails publishes its reason in the store before the others can notice. A rank that fails
 without a known reason asks all ranks to answer, and names those that do not.
 """
@@ -149,7 +149,7 @@ def interface_address(interface: str) -> str | None:
 
 
 def listening_address(address: str | None) -> str:
-    """Return where gloo listens, too: the user's interface, the address ``address``, or the host's name."""
+    """Return where gloo also listens: the user's interface, the address ``address``, or the host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return (interface and interface_address(interface)) or address or socket.gethostname()
 
@@ -170,7 +170,7 @@ def own_address(cards: Sequence[Card], rank: int) -> str | None:
     """Return the address at which ranks on other hosts reach this one.
 
     The rank that serves the store may know it only as localhost. It takes its address on the way to another
-    host, because ranks there know an address of their own that others can use.
+    host, because ranks there know an address by which others reach them.
     """
     own_card = cards[rank]
     if not is_loopback(own_card.address):
@@ -244,7 +244,7 @@ def let_go(descriptors: dict[int, int]) -> None:
 
 
 class Joining:
-    """One rank's view of a group that is being joined; ``cards`` are those of all its ranks.
+    """One rank's view of a group that is being joined; ``cards`` are the cards of all its ranks.
 
     ``timeout``, in seconds, bounds :meth:`step`. ``hopeless`` finds other reasons to fail, if the ranks
     have other means of communication than the store.

@@ -392,7 +392,7 @@ class HostLinks:
         return peer in self._left
 
     def fail(self, error: InterlaceError, *, tell: bool = True) -> None:
-        """End every wait of this rank with ``error``; with ``tell``, those of all ranks. Idempotent."""
+        """End every wait of this rank with ``error``; with ``tell``, of all ranks. Idempotent."""
         with self._lock:
             if self._failure is not None or self._closed.is_set():
                 return
@@ -409,7 +409,7 @@ class HostLinks:
             wires.sever()
 
     def send_all(self, packet: Packet, peers: Sequence[int]) -> None:
-        """Send a packet to those of ``peers`` that have not left. Never waits."""
+        """Send a packet to the ``peers`` that have not left. Never waits."""
         message = packet.pack()
         for peer in peers:
             if peer not in self._left:

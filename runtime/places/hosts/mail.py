@@ -105,7 +105,7 @@ class SpanningGroup:
         return ""
 
     def ended(self, error: InterlaceError) -> None:
-        """Handle a wait that ended with ``error``: the waits of all ranks end, too."""
+        """Handle a wait that ended with ``error``: end the waits of all ranks."""
         self._links.fail(error)
 
 
@@ -214,7 +214,7 @@ class FarBox:
             if have >= _RECORD.size:
                 tag, nbytes, dtype, follows = _RECORD.unpack_from(self._buffer, self._first)
                 if nbytes < 0 or follows not in {0, nbytes} or follows > _SHORT:
-                    raise InterlaceError(f"rank {self.peer} has sent what is no message")
+                    raise InterlaceError(f"rank {self.peer} sent an invalid message header")
                 if have >= (length := _RECORD.size + follows):
                     data = self._address + self._first + _RECORD.size
                     short = data if follows == nbytes else None

@@ -75,7 +75,7 @@ class Frames:
         self._world_size = sum(map(len, hosts.hosts))
 
     def trade(self, wires: Wires, messages: Sequence[bytes]) -> list[bytes]:
-        """Return the messages of all ranks, by rank. ``messages`` are those of this host."""
+        """Return the messages of all ranks, by rank. ``messages`` are this host's."""
         found = self.swap(wires, messages)
         wires.flush()
         return [messages[0]] * self._world_size if found is None else found
@@ -89,7 +89,7 @@ class Frames:
         route: Route = NO_ROUTE,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[bytes] | None:
-        """Send the messages of this host and this data; receive those of the others.
+        """Send the messages of this host and this data; receive the messages and data of the others.
 
         Returns None if all messages are equal: then ``meanwhile`` was called and the data was received.
         Otherwise it returns all messages, by rank. Without a ``route``, data for ranks that get no frame is

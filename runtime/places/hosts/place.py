@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class HostsPlace(CpuPlace):
-    """One rank of a group on several hosts. All ranks make it. An abort of ``parent`` ends its waits, too.
+    """One rank of a group on several hosts. All ranks make it. An abort of ``parent`` also ends its waits.
 
     ``near`` is the group of this host's ranks, if these have met already. ``hopeless`` then finds out why
     the other ranks cannot meet.
@@ -99,7 +99,7 @@ class HostsPlace(CpuPlace):
         weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
-        """Meet the ranks of this host, then those of other hosts."""
+        """Meet the ranks of this host, then the ranks of other hosts."""
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
         try:
             self.group = near or HostGroup(

@@ -180,7 +180,7 @@ class HostsRoll:
                     self._send(rank)
 
     def take(self, source: int, packet: Packet) -> None:
-        """Take a row that ``source`` sends: its own, or that of a rank that is gone."""
+        """Take a row that ``source`` sends: its row, or the row of a rank that is gone."""
         about, row = packet.tag, (packet.number, *packet.content)
         with self._lock:
             if source in self._gone or not 0 <= about < self.world_size:

@@ -18,8 +18,8 @@ which others wait. No circle of such waits forms if all ranks run the same progr
 rank flushes the bytes of a step before it waits for its own host in a later step than the one in which the
 others take them. Then the rank that is furthest behind can always continue.
 
-gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in threads of
-its own, and its waits cannot be ended.
+gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in other
+threads, and its waits cannot be ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RANK = struct.Struct("<i")
 _HELLO = _RANK.size + DIGEST_BYTES
 _NOW, _ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_PIECES = 16  # of memory in one system call
+_PIECES = 16  # pieces of memory in one system call
 _POLL_SECONDS = 0.1
 _AHEAD = 16 << 10  # bytes; a smaller number is not received alone
 _TCP_CLOSE = 7  # from the kernel's tcp_states.h
@@ -272,7 +272,7 @@ class Wires:
         return self._sockets[peer]
 
     def sever(self, direction: int = socket.SHUT_RDWR) -> None:
-        """End all connections. Waits for one, here or at its other end, end, too."""
+        """End all connections. This also ends waits for a connection, here and at its other end."""
         for wire in list(self._sockets.values()):
             with contextlib.suppress(OSError):
                 wire.shutdown(direction)

@@ -161,7 +161,7 @@ class Boxes:
         assert size * BOX_BYTES <= BOXES_BYTES
         self._group, self._control = group, control
         self._both = min(_MOST, RINGS_BYTES // size) & -PAGE
-        self._bytes = self._both // 8 & -PAGE  # of the ring of records
+        self._bytes = self._both // 8 & -PAGE  # size of the ring of records
         self.inline = min(_SHORT, self._bytes // _SLOTS - _RECORD.size & ~63)  # most in a record
         self.piece = min(_PIECE, (self._both - self._bytes) // _SLOTS & ~63)
         self.slots = (self._both - self._bytes) // self.piece
@@ -256,7 +256,7 @@ class Boxes:
             data = words.address + 8 * first + _RECORD.size if short else None
             return Record(tag, nbytes, dtype, shift, data, taken + length)
         if put > taken:
-            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+            raise InterlaceError(f"rank {peer} sent an invalid message header")
         return None
 
     def take(self, peer: int, record: Record) -> None:

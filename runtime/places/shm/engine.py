@@ -148,7 +148,7 @@ class HostEngine(Engine):
     ) -> None:  # fmt: skip
         """Do the rest of :meth:`exchange` if no steps were kept, or the messages were not ``alike``.
 
-        This rank's parts have at most ``extent`` bytes, those of any rank ``longest`` if there is a key.
+        This rank's parts have at most ``extent`` bytes, any rank's ``longest`` if there is a key.
         ``apart``: a rank has one part for each rank, not one for all.
         """
         rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out

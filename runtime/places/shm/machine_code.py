@@ -8,8 +8,8 @@ Steps stop where they need Python: a peer does not come (WAIT), or has sent anot
 
 Numbers that differ from run to run are in registers. An object is for one thread at a time.
 
-llvmlite compiles LLVM IR (``machine_code.ll``); no compiler and no assembler is needed. Each sum has a
-module of its own, so that a process compiles only the sums that it uses::
+llvmlite compiles LLVM IR (``machine_code.ll``); no compiler and no assembler is needed. Each sum is a
+separate module, so that a process compiles only the sums that it uses::
 
     i64 run(i64 *words, i64 first)      the number of the step that stopped it, or -1 at the end
     void sum(i64 *registers, i64 *list, i64 length, i64 target, i64 count)
@@ -68,7 +68,7 @@ _WORDS |= {
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
 
-PAUSES = 400  # polls before the core is yielded, if every rank has a core of its own
+PAUSES = 400  # polls before the core is yielded, if no two ranks share a core
 TURNS = 200  # yields before Python looks for the reason
 PATIENCE_NS = 10_000_000  # the longest time for these yields
 _never = ctypes.c_int64()
@@ -323,7 +323,7 @@ class Steps:
     def complete(
         self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD, asleep: int = 0
     ) -> "Steps":
-        """Finish the list and return it. ``spin``: whether every rank has a core of its own.
+        """Finish the list and return it. ``spin``: whether no two ranks share a core.
 
         ``crowd``: if a yield takes more ns than the first number, waits sleep instead of yielding for the
         second number times as long; the word at the third number, an address, is set to the end of that

@@ -3,7 +3,7 @@
 Messages move even while no rank is in a call. A thread that waits for one moves all of them. While messages
 are in flight and no thread waits, a thread of interlace moves them. One thread moves messages at a time. A
 wait changes only counters in shared memory while it spends time, so an exception of a signal handler does
-no harm there. The timeout of a message is that of its op, from the op's beginning, however often it is
+no harm there. The timeout of a message is its op's timeout, from the op's beginning, however often it is
 waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
@@ -12,7 +12,7 @@ with a negative tag (``MessageEnd`` says how the sender learns of it). Accepted 
 A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
 data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for
 is kept until one does, so tags may be received in any order. A longer one stays with its sender meanwhile.
-It is kept, too, if a later message is asked for, or if a waiting thread here has nothing else to do,
+It is also kept if a later message is asked for, or if a waiting thread here has nothing else to do,
 because its sender may wait for its end. Without memory to keep it, it stays with its sender.
 
 A :class:`Messages` is for one thread at a time. If an exception interrupts :meth:`Messages.advance` (a
@@ -104,8 +104,8 @@ class _Traffic:
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
-    put: Pipe | None = None  # of the first that leaves
-    take: Pipe | None = None  # of the first that arrives, once it has a place
+    put: Pipe | None = None  # pipe of the first message that leaves
+    take: Pipe | None = None  # pipe of the first that arrives, once it has a place
 
     @property
     def over(self) -> bool:
@@ -155,7 +155,7 @@ class Messages:
         """Handle all that has happened, and the message that ``begins``. ``idle``: nothing did for a while.
 
         Ends are reported at its end, because their callbacks may begin messages. A message that a signal
-        handler begins meanwhile is handled at its end, too.
+        handler begins meanwhile is also handled at its end.
         """
         if begins is not None:
             self._begun.append(begins)
@@ -363,7 +363,7 @@ class Messages:
     def _read(self, peer: int, found: Record) -> bool:
         """Handle a record. Return False if there is no memory to keep its data."""
         if found.dtype not in _DTYPES:
-            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+            raise InterlaceError(f"rank {peer} sent an invalid message header")
         if found.tag not in _REFUSALS:
             about = found.nbytes, _DTYPES[found.dtype], found.data, found.shift
             return self._arrived(peer, found.tag, *about)
@@ -433,16 +433,16 @@ class Messages:
 _CHECK_SECONDS = 0.02
 _STEP = 5e-3  # between two checks whether a wait can end
 _SOON = 2e-4  # if nothing moves for so long, a message that no receive asked for may be in the way
-_NAP, _LONG_NAP = 1e-3, 8e-3  # of the thread; each nap is twice the last one while it is idle
+_NAP, _LONG_NAP = 1e-3, 8e-3  # naps of an idle thread; each is twice the last one
 _LINGER = 0.05  # the thread ends so long after the last message
 
 
 class _Moving(MessageEnd):
     """The end of one transfer, with ``peer`` or, if None, with any rank. Waiting for it moves messages."""
 
-    number = 0  # of its entry in the record
+    number = 0  # number of its entry in the record
     suspect = waited = early = followed = False
-    _patience: Patience | None = None  # of waits that only the op's timeout bounds
+    _patience: Patience | None = None  # for waits that only the op's timeout bounds
 
     def __init__(self, mail: "Mail", op: str, peer: int | None, tag: int) -> None:
         self.mail, self.refused = mail, mail.refused
@@ -744,7 +744,7 @@ class Mail:
 
 
 def _after_fork_in_child() -> None:
-    """Forget the threads, which are the parent's. The groups are, too, and say so themselves."""
+    """Forget the threads, which are the parent's. The groups are also, and say so themselves."""
     for mail in list(_mails):
         mail._lock, mail._mover, mail._thread = threading.RLock(), None, None
         mail._waiting.clear()

@@ -50,7 +50,7 @@ MEDIUM_PLACES = 8
 PAST_FROM = 4 << 10
 
 KEPT = 256  # lists of steps; each takes about 50 us to make
-KEPT_BYTES = 16 << 20  # of all lists; with 64 ranks a list of 64 rounds has 0.9 MB
+KEPT_BYTES = 16 << 20  # bytes of all lists; with 64 ranks a list of 64 rounds has 0.9 MB
 
 Key = tuple[object, ...]
 Addresses = Sequence[int]
@@ -163,7 +163,7 @@ Write = Callable[[Doing], object]
 
 
 class HostSteps:
-    """A rank's steps of one op at a time, under the group's lock. ``rounds`` counts those of all ops."""
+    """A rank's steps of one op at a time, under the group's lock. ``rounds`` counts rounds of all ops."""
 
     call: Call
     control: Control

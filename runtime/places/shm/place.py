@@ -58,7 +58,7 @@ from interlace.runtime.processes.segment import SharedSegment
 from interlace.runtime.processes.waiting import Kind
 from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
-_places: "list[weakref.ref[ShmPlace]]" = []  # of all ShmPlaces
+_places: "list[weakref.ref[ShmPlace]]" = []  # all ShmPlaces
 _installed = False
 
 

@@ -1,12 +1,12 @@
 """Large tensors between the processes of one host: through rings of shared memory, in rounds.
 
 Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot c
-mod SLOTS and publishes that (STAGED). The others read it there and publish that, too (DONE). A slot is
+mod SLOTS and publishes that (STAGED). The others read it there and also publish that (DONE). A slot is
 overwritten when all ranks have finished the round that used it last. ``caches.py`` measures whether rings
 are written through the caches or past them, and derives the size of a slot. Data copied into an output that
 is too large to stay in the caches is written past them.
 
-In ops in which each rank gets a part of its own, a slot has one section per rank. In reductions, the owner
+In ops in which each rank gets another part, a slot has one section per rank. In reductions, the owner
 of a part sums it from all ranks' sections, in rank order. If others need the sum, it goes into the owner's
 own section, which no rank stages into (REDUCED). With two ranks, each sums everything: as many bytes cross,
 and neither waits a second time. That matters on a busy host, where a waiting rank has just used up its time
@@ -18,7 +18,7 @@ it, and a rank calls an op only after it has finished the last one, so its first
 
 After the slots there are places for data of middle size, which goes with its message like small data.
 
-Ops are given addresses, from which their operands are counted: those of the inputs, then of the outputs.
+Ops are given addresses, from which their operands are counted: first the inputs, then the outputs.
 
 If the tensors of all ranks are in the same shared range (``processes/segment.py``), every rank reads the
 others' tensors in place. Nothing is staged, so a rank may leave the op only when its peers have read its

@@ -135,7 +135,7 @@ class Receive(MessageEnd):
         self.set_result(Outcome(None, self.stream.record(), lambda: message.source))
 
     def result(self, timeout: float | None = None) -> Outcome:
-        """Block the user task; return the outcome. ``timeout`` is void: only the run has a clock."""
+        """Block the user task; return the outcome. ``timeout`` has no effect: only the run has a clock."""
         if not self.done():
             self.scheduler.block(self.done, self.waiting)
         return super().result(0)

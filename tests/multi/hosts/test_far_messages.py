@@ -207,7 +207,7 @@ def test_what_is_no_record_is_an_error(
     box, other = boxes
     other.send(_RECORD.pack(*record))
     box.readable = True
-    with pytest.raises(InterlaceError, match="rank 1 has sent what is no message"):
+    with pytest.raises(InterlaceError, match="rank 1 sent an invalid message header"):
         box.peek()
 
 

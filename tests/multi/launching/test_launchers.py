@@ -30,6 +30,8 @@ from tiers import few, thorough
 PAGE = (pages.ROOT / "docs/how-to/run/launching.md").read_text()
 STAND_IN = pages.ROOT / "tests/stand_ins/launchers.py"
 AGENT = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:29500 job.py"
+MAKE_SECRET = ["install -m 600 /dev/null secret", "head -c 32 /dev/urandom | base64 > secret"]
+PASS_SECRET = "export INTERLACE_SECRET=$(cat secret)"
 COMMANDS = {
     "torchrun --standalone --nproc-per-node 2 job.py": 2,
     "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py": 2,
@@ -100,9 +102,13 @@ def test_one_machine_is_two_hosts_with_unshare(folder: Path) -> None:
         job.read_text().replace("interlace.shutdown()", f"{script}\ninterlace.shutdown()")
     )
     agent = AGENT.replace("29500", str(free_port())).replace("node 2", "node 1")
-    with ThreadPoolExecutor(2) as pool, mock.patch.dict(os.environ, {"INTERLACE_SECRET": "s"}):
+    assert f"`{PASS_SECRET}`" in PAGE
+    pages.run_bash("\n".join(MAKE_SECRET), folder)
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+    with ThreadPoolExecutor(2) as pool:
         agents = [
-            pool.submit(pages.run_bash, line, folder) for line in (agent, f"unshare --user {agent}")
+            pool.submit(pages.run_bash, f"{PASS_SECRET}\n{line}", folder)
+            for line in (agent, f"unshare --user {agent}")
         ]
     output = sorted(line for agent in agents for line in agent.result().splitlines())
     assert output == ["hosts", "hosts", "rank 0 of 2: 2", "rank 1 of 2: 2"]

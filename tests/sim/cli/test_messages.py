@@ -44,6 +44,12 @@ def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]
     assert printed.out == main.parser().format_help() and not printed.err
 
 
+# exit statuses of commands that run to the end, besides 0
+RETURNED = {"check": [1, 3]} | {
+    name: [1] for name in ("demo", "doctor", "build", "verify", "bench", "tune")
+}
+
+
 def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     for name, line in main.COMMANDS.items():
         with pytest.raises(SystemExit) as ended:
@@ -51,6 +57,10 @@ def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[s
         printed = capsys.readouterr().out
         first = (main.options_of(name).__doc__ or "").splitlines()[0]
         assert ended.value.code == 0 and first in printed and line == first.rstrip(".")
+        after = printed.partition("exit status:\n")[2]
+        numbers = [int(text.split()[0]) for text in after.splitlines()]
+        expected = {0, 2, 130, 143, *RETURNED.get(name, [])}
+        assert numbers == sorted(expected), name
 
 
 SCRIPT = str(pathlib.Path(sysconfig.get_path("scripts"), "interlace"))

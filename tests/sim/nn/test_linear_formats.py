@@ -257,7 +257,7 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
         (
             lambda layer, w: row_parallel_linear(torch.ones(4, 192), w, group=None, format="mxfp8"),
             ValueError,
-            "format is 'mxfp8', weight 0 is in fp8_block128",
+            r"weights\[0\] must have the format 'mxfp8' .* got 'fp8_block128'",
         ),
         (
             lambda layer, w: column_parallel_linear(

@@ -65,7 +65,7 @@ def test_without_a_source_nobody_communicates(async_op: bool) -> None:
         assert work is None or (work.wait() and work.is_completed() and "completed" in repr(work))
     assert mine.tolist() == [1.0, 1.0] and part.tolist() == [7.0, 7.0]
     with pytest.raises(
-        ValueError, match="every rank takes an entry of the list that it passes, got None"
+        ValueError, match=r"scatter_list must have a tensor for each rank .*; got None on rank"
     ):
         tensor.mesh_scatter(part, None, mesh, group_src=None)
     with pytest.raises(

@@ -52,7 +52,7 @@ columns:
   busbw     algbw times nccl-tests' factor: 2(W-1)/W for all_reduce; (W-1)/W for all_gather, reduce_scatter,
             all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; W is the number of ranks
   TFLOP/s   2 m n k / time of one rank's matmul, in 10**12/s
-  overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), all of this run
+  overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), times of this run
   x NAME    how many times as fast as that baseline
   result    right, or WRONG with the largest error as a multiple of what the dtypes allow
 
@@ -60,7 +60,7 @@ baselines:
   gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
   symm_mem  torch's symmetric memory, on GPUs              torch     copies, sums and torch.mm on one
                                                                      rank alone, without waits
-exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
+
 """
 
 
@@ -83,6 +83,7 @@ class BenchOptions(CommandOptions):
     """
 
     epilog = UNITS
+    statuses = ((1, "a result is wrong"),)
 
     target: str = option(
         positional=True,

@@ -34,11 +34,13 @@ class BuildOptions(CommandOptions):
     extents; if columns or inner is a multiple of 16, it must be one at every launch.
     """
 
+    statuses = ((1, "a kernel is faulty"),)
+
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="GPUs to compile for (default 90)"
     )
     full: bool = option(
-        False, action="store_true", help="every variant (default of --arch then 80,90,100)"
+        False, action="store_true", help="every variant; --arch is 80,90,100 by default"
     )
     json: bool = option(False, action="store_true", help="print JSON")
     kernel: tuple[str, ...] | None = option(
@@ -84,8 +86,9 @@ class BuildOptions(CommandOptions):
         nargs="?",
         const="fp8",
         choices=("fp8", "fp8_static", *FORMATS),
-        help="quantize, for ops with a norm: fp8 (without a value) takes a scale for each row, fp8_static "
-        "a scale that the norm's weight contains; or to a block-scaled format, without --gather",
+        help="quantize the result of an op with a norm. Without a value it is fp8, with a scale for each "
+        "row. fp8_static takes a scale that the norm's weight contains. A block-scaled format excludes "
+        "--gather",
     )
     gather: str | None = option(
         None,

@@ -47,7 +47,7 @@ class CalibrateOptions(CommandOptions):
         type=int,
         also="--ranks",
         metavar="RANKS",
-        help="number of ranks (default: of --mesh, or 2)",
+        help="number of ranks (default: the number of ranks of --mesh, else 2)",
     )
     mesh: str | None = option(
         None, metavar="2x2", help="ranks per dimension (default: one dimension)"

@@ -596,6 +596,11 @@ LEFT_OUT = 3  # the exit code if time was too short and all cases that ran have 
 class CheckOptions(CommandOptions):
     """Run every kernel against float64 references, the most informative cases first."""
 
+    statuses = (
+        (1, "a case failed"),
+        (LEFT_OUT, "all cases that ran have passed, and there was no time for the others"),
+    )
+
     device: str | None = option(
         None, choices=("cpu", "cuda"), help="device (default: cuda if there is a GPU)"
     )

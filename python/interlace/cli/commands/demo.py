@@ -70,6 +70,8 @@ KEYS = ("activations", "weight1", "weight2")
 class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
+    statuses = ((1, "an error exceeds its bound"),)
+
     ranks: int = option(4, type=world_size, also="--world-size", help="world size (default 4)")
     place: str = option("sim", choices=PLACES, help="place of the ranks (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")

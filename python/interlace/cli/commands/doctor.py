@@ -27,6 +27,8 @@ SUM = 48.0  # the right result of _one_op
 class DoctorOptions(CommandOptions):
     """Show what this machine offers and which places work."""
 
+    statuses = ((1, "no place works"),)
+
     json: bool = option(False, action="store_true", help="print JSON")
 
 

@@ -63,7 +63,7 @@ meaning of the figures:
   shm   the time of the op on this host's CPUs. tune chooses the algorithm, "pipelined" or "unfused"
   sim   the time of the simulator, which is interpreted Python: it says nothing about a GPU. It is used only
         if INTERLACE_TUNE_CACHE names the file, so that a seed is the same schedule everywhere
-exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
+
 """
 
 
@@ -79,6 +79,7 @@ class TuneOptions(CommandOptions):
     """
 
     epilog = MEANING
+    statuses = ((1, "the result of a default choice is wrong"),)
 
     op: tuple[str, ...] = option(
         (), positional=True, nargs="*", metavar="OP", help=", ".join(TUNED)
@@ -103,7 +104,7 @@ class TuneOptions(CommandOptions):
         None,
         type=int,
         also="--ranks",
-        help="number of ranks (default: of GPUs, if several; otherwise 2)",
+        help="number of ranks (default: the number of GPUs if there are several, else 2)",
     )
     place: str | None = option(
         None, choices=PLACES, help="default: cuda if there is a GPU, otherwise shm"
@@ -118,7 +119,9 @@ class TuneOptions(CommandOptions):
         None, type=int, choices=BUILDABLE, help="GPU that --dry-run assumes; needs no GPU"
     )
     cache: str | None = option(
-        None, metavar="FILE", help="write this file; INTERLACE_TUNE_CACHE then reads it"
+        None,
+        metavar="FILE",
+        help="write this file; to use it, set INTERLACE_TUNE_CACHE to its path",
     )
     plot: str | None = option(
         None,

@@ -571,7 +571,7 @@ def attention_to_all_backward(
     *,
     gather: bool,
 ) -> Event:
-    """Compute gradients. ``gather``: the gradients of gathered keys return by a plain collective, too."""
+    """Compute gradients. ``gather``: a plain collective also returns the gradients of gathered keys."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = _gather_keys(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)

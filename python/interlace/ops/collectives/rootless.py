@@ -166,7 +166,7 @@ def _checked_sparse(
         result = torch.sparse_coo_tensor(
             rows, _narrow(total, dtype), tensor.shape, check_invariants=False, is_coalesced=True
         )
-        with torch.no_grad():  # a detached sparse tensor has entries of its own
+        with torch.no_grad():  # a detached sparse tensor does not share its entries
             tensor.copy_(result)
 
     return start, (tensor,), call
@@ -384,7 +384,7 @@ def _barrier(
 ) -> Work | None:
     for other in communicator.on_all_devices():
         if other is not communicator:
-            other.place.arrive()  # the work that was issued there has to finish, too
+            other.place.arrive()  # the work that was issued there must also finish
 
     bounded = timeout is not None and not async_op
     work: Work | None = communicator.run(

@@ -104,7 +104,7 @@ def dispatch(
 
     >>> def on_rank():
     ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * interlace.get_rank()
-    ...     experts = torch.tensor([[0, 1], [1, -1]])  # of the second token only one
+    ...     experts = torch.tensor([[0, 1], [1, -1]])  # the second token has one expert
     ...     received, _ = interlace.experts.dispatch(tokens, experts, None, 2)
     ...     return received.x.flatten().tolist(), received.num_tokens_per_expert.tolist()
     >>> interlace.run(on_rank, 2)
@@ -556,7 +556,7 @@ def grouped_matmul_combine(
 
     >>> def layer():
     ...     rank = interlace.get_rank()
-    ...     experts = torch.tensor([[0, 1], [1, 0]])  # of this rank's two tokens
+    ...     experts = torch.tensor([[0, 1], [1, 0]])  # experts of two tokens
     ...     rows, sent = interlace.experts.permute(torch.ones(2, 4), experts, 2)
     ...     up, down = torch.ones(1, 4, 3), torch.full((1, 3, 1), 1.0 + rank)
     ...     hidden, splits = interlace.all_to_all_grouped_matmul(rows, up, sent)

@@ -599,7 +599,7 @@ def start(op: str, communicator: Communicator, record: GroupedArguments) -> Star
 
 
 class RowSplits(NamedTuple):
-    """A call's numbers of rows. The group's size is a size of ``received``, if that is traced, too."""
+    """A call's numbers of rows. A traced ``received`` also has the group's size."""
 
     sent: list[Any]
     received: list[Any]

@@ -246,7 +246,7 @@ class DispatchHandle(NamedTuple):
 
 
 def dispatch_number(communicator: Communicator) -> int:
-    """Return the number of this dispatch. A refused dispatch counts, too: all ranks learn of it."""
+    """Return the number of this dispatch. A refused dispatch also counts: all ranks learn of it."""
     number = communicator.numbers.get(DISPATCHES, 0) + 1
     communicator.numbers[DISPATCHES] = number
     return number
@@ -264,7 +264,7 @@ def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractCon
 
 
 def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
-    """Return the arguments, or those of the dispatch in place of None."""
+    """Return the arguments; the arguments of the dispatch replace None."""
     return (
         handle.topk_idx if topk_idx is None else topk_idx,
         handle.topk_weights if topk_weights is None else topk_weights,
@@ -298,7 +298,7 @@ def flat(handle: DispatchHandle, name: str, rows: Any) -> Any:
 
 
 class Routing(NamedTuple):
-    """The options of a dispatch, which its combine needs, too.
+    """The options of a dispatch, which its combine also needs.
 
     ``capacity``: the most rows that a rank may send to one expert, 0 for no bound. ``max_tokens``: a bound
     of every rank's tokens, 0 for results of the exact length. ``packed``: each expert's rows begin where
@@ -431,8 +431,8 @@ def agreed(
     """Return the most tokens of a rank, or a bound, and all ranks' counts; raise on all ranks alike.
 
     ``shape``: the shape of ``topk_idx``. ``counts``: this rank's rows by expert, if the host needs all
-    ranks' counts. Without them, and with a bound of tokens, a rank sends no data of its own and waits for
-    no other rank. The numbers that ranks exchanged in dispatches are also a bound for the rows that return.
+    ranks' counts. Without them, and with a bound of tokens, a rank sends no data and waits for no other
+    rank. The numbers that ranks exchanged in dispatches are also a bound for the rows that return.
     """
     known = routing.max_tokens or most_dispatched(communicator)
     terms = (

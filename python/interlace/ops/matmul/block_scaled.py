@@ -176,9 +176,7 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
     across = -3 - inner
     blocks, of_many = (-(-values.shape[each] // INNER) for each in (inner, across))
     by_block = scales.shape[inner] == blocks
-    if (
-        blocks == 1
-    ):  # a scale of each row is that of a block as well, so the other dimension decides
+    if blocks == 1:  # one scale serves a row and a block, so the other dimension decides
         by_block = by_block and scales.shape[across] == of_many not in (1, values.shape[across])
     return "fp8_block128" if by_block else ""
 

@@ -1,8 +1,8 @@
 """Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers along k.
 
 ``k`` is the dimension along which a matmul sums. A last block may be shorter. docs/how-to/train/formats.md
-has a table of the formats. Sources: OCP Microscaling Formats (MX) Specification v1.0; cuBLAS, "Block
-Scaling Factors Layout"; the weights of DeepSeek-V3.
+has a table of the formats. Sources: OCP Microscaling Formats (MX) Specification v1.0, cuBLAS, "Block
+Scaling Factors Layout", and the weights of DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -468,7 +468,7 @@ def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
 
 
 def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
-    """Return the kernel; ``columns`` is one rank's number."""
+    """Return the kernel. ``columns`` is the number of columns of one rank."""
     input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
     linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
     call, configuration = (input, linear, [operands.rows] * RANKS), operands.configuration(arch)
@@ -477,7 +477,7 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
-    """Return the kernel by pointers; ``inner`` is one rank's number."""
+    """Return the kernel that loads by pointers. ``inner`` is the length of one rank's part of K."""
     operands = replace(operands, path="pointers")
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)

@@ -137,7 +137,9 @@ class Scheduler(ProgramHooks):
         self._woken = 0
         self._given_up = False
         self._stuck_after = 0
-        self._turn = 0  # of LAST_TRIES, while polls read nothing new although memory changes
+        self._turn = (
+            0  # at most LAST_TRIES; counts while polls read nothing new although memory changes
+        )
         self._spawned: Counter[tuple[int, str]] = Counter()
         self._digest = hashlib.blake2b(digest_size=8)
 
