@@ -7,6 +7,7 @@ cannot be moved to another key.
 
 import hmac
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -115,20 +116,24 @@ def glance(store: Store, key: str) -> bytes | None:
     return None if found == _NOTHING.encode() else found
 
 
+_NO_SECRET = "no secret"
+_MARK = re.compile(f"{_NO_SECRET}|[0-9a-f]{{64}}".encode())
+
+
 def show_secret(store: Store, key: str, rank: int) -> None:
     """Store a digest below ``key`` from which other ranks see whether they have the same secret."""
     bare(store).set(f"{key}/secret/{rank}", _secret_mark(store, key))
 
 
 def shows_other_secret(store: Store, key: str, rank: int) -> bool:
-    """Return whether ``rank`` has shown another secret, or that it has none."""
-    mark = glance(bare(store), f"{key}/secret/{rank}")
-    return mark is not None and mark != _secret_mark(store, key).encode()
+    """Return whether ``rank`` has shown another secret, or that it has none. Ignores other values."""
+    mark = glance(bare(store), f"{key}/secret/{rank}") or b""
+    return bool(_MARK.fullmatch(mark)) and mark != _secret_mark(store, key).encode()
 
 
 def _secret_mark(store: Store, key: str) -> str:
     if not isinstance(store, SignedStore):
-        return "no secret"
+        return _NO_SECRET
     return digest(store.secret, b"the secret for", key.encode()).hex()
 
 

@@ -103,7 +103,7 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
     """docs/how-to/gpu/first-run.md has the factors; a poll takes 100 us here."""
     text = " ".join(DOCUMENT.read_text().split())
     said = re.search(
-        r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes are (\d+) to (\d+)\.", text
+        r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes takes (\d+) to (\d+) minutes", text
     )
     assert said is not None
     poll, minutes = float(said[1 + which]), float(said[3 + which])
