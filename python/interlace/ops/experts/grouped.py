@@ -346,10 +346,11 @@ def received_counts(name: str, value: Any, experts: int, world_size: int) -> lis
 
 
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
+    k: tuple[str, int] = "k of input", call.input.shape[1]
     return (
         ("format", call.format or None),
         ("dtype of input", call.input.dtype),
-        length_along_k("k of input", call.input.shape[1], call.format),
+        length_along_k(*k, call.format) if call.format else k,
         ("the number of experts", experts),
         ("algorithm", call.algorithm),
         ("out_dtype", call.out_dtype),

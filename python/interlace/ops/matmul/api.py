@@ -371,8 +371,9 @@ def _recorded_gather(
         return (outputs[count], result) if asked else result
 
     def run(record: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
-        packed_call = block_scaled.quantize_record(record)
-        return gather.gather_matmul(communicator, packed_call, async_op=async_op)
+        if record.format:
+            record = block_scaled.quantize_record(record)
+        return gather.gather_matmul(communicator, record, async_op=async_op)
 
     op = block_scaled.op_of(gather.OP, given.format)
     with gather.taking_any_lengths():

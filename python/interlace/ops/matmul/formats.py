@@ -164,8 +164,6 @@ OPERAND_FORMATS = {**FORMATS, **{pair.name: pair for pair in _PAIRS}}
 
 def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
     """Return a term for ranks to compare: the length of rows. Packed rows count numbers and padding."""
-    if not format:
-        return name, length
     numbers = OPERAND_FORMATS[format].steps(length) * INNER
     return f"{name} (k is a number of values, padded to {INNER})", numbers
 

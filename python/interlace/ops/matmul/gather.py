@@ -160,7 +160,9 @@ def _agree(
     shape, dtype = operands.input.shape, operands.input.dtype
     part = shape[dim], tuple(weight.shape[1] for weight in operands.weights)
     *leading, last = shape[:dim] + shape[dim + 1 :]
-    of_shape, last = length_along_k("the shape of input off gather_dim", last, format)
+    of_shape = "the shape of input off gather_dim"
+    if format:
+        of_shape, last = length_along_k(of_shape, last, format)
     terms = (
         ("the number of dimensions of input", len(shape)),
         ("gather_dim", dim),
