@@ -392,7 +392,7 @@ def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
 @ranks(2, place="sim")
 def test_ranks_compare_the_format(other: Any) -> None:
     rank, one_token = interlace.get_rank(), torch.tensor([[0], [0], [1]])
-    words = f"format.* differs between ranks: mxfp8 on rank 0, {other} on rank 1"
+    words = f"format.* differs between ranks: mxfp8 on rank 0, {other}.* on rank 1"
     options: Any = {"format": ("mxfp8", other)[rank]}
     for form in (interlace, functional):
         sent = {} if form is interlace else {"home_splits": [2, 1]}

@@ -258,14 +258,14 @@ ONES = torch.ones(4, 2).to(E8M0)
             ONES,
             "mxfp8",
             TypeError,
-            "values of mxfp8 must be torch.float8_e4m3fn, got torch.float32",
+            "values of mxfp8 must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float32",
         ),
         (
             FP8,
             ONES.float(),
             "mxfp8",
             TypeError,
-            "scales of mxfp8 must be torch.float8_e8m0fnu, got",
+            "scales of mxfp8 must be torch.float8_e8m0fnu or torch.uint8, got torch.float32",
         ),
         (
             FP8,
@@ -339,6 +339,7 @@ def test_results_do_not_depend_on_the_default_dtype(name: str) -> None:
         (torch.ones(4), "mxfp8", ValueError, "at least 2 dimensions"),
         (torch.ones(2, 2, dtype=torch.int32), "mxfp8", TypeError, "got torch.int32"),
         (None, "mxfp8", TypeError, "got NoneType"),
+        (torch.ones(2, 2).to_sparse(), "mxfp8", TypeError, "strided tensor, got torch.sparse_coo"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(

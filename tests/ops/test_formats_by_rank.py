@@ -1,0 +1,92 @@
+"""Ranks that pass different kinds of operands: all ranks raise an error that names each rank's kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace import experts, functional, nn
+from interlace.ops.matmul.formats import quantize
+from ranks import ranks
+
+X, W = torch.ones(4, 64), torch.ones(1, 64, 8)
+CHOSEN = torch.tensor([[0], [1], [0], [1]])
+Form = Callable[[Any, Any], Any]
+
+
+def product(op: Any) -> Form:
+    return lambda x, w: op(x, w[0])
+
+
+PRODUCTS = {
+    f"{module.__name__}.{name}": product(getattr(module, name))
+    for module in (interlace, functional)
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+}
+EXPERTS: dict[str, Form] = {
+    "eager gather": lambda x, w: interlace.all_gather_grouped_matmul(x, w, [4]),
+    "gather": lambda x, w: functional.all_gather_grouped_matmul(x, w, [4], [4, 4]),
+    "eager exchange": lambda x, w: interlace.all_to_all_grouped_matmul(x, w, [2, 2]),
+    "exchange": lambda x, w: functional.all_to_all_grouped_matmul(x, w, [2, 2], [2, 2]),
+    "eager combine": lambda x, w: interlace.grouped_matmul_combine(x, w, [2, 2], CHOSEN),
+    "combine": lambda x, w: functional.grouped_matmul_combine(
+        x, w, [2, 2], CHOSEN, home_splits=[2, 2]
+    ),
+}
+MOVES: dict[str, Form] = {
+    "eager dispatch": lambda x, _: experts.dispatch(x, CHOSEN, None, 2),
+    "dispatch": lambda x, _: functional.dispatch(x, CHOSEN, None, 2),
+    "low latency": lambda x, _: experts.low_latency_dispatch(x, CHOSEN, 4, 2, use_fp8=False),
+}
+LINEAR: dict[str, Form] = {
+    "column": lambda _, w: nn.column_parallel_linear(X, [w[0].t()], group=None),
+    "row": lambda _, w: nn.row_parallel_linear(X, w[0].t(), group=None),
+    "norm": lambda x, w: interlace.matmul_reduce_scatter(x, w[0], norm=interlace.RMSNorm()),
+}
+FORMS = {**PRODUCTS, **EXPERTS, **MOVES, **LINEAR}
+
+
+class Weights:
+    """Block-scaled weights, of which a matrix is a weight too."""
+
+    def __init__(self, format: Any) -> None:
+        self.all = quantize(W.mT, format, weight=True).t()
+
+    def __getitem__(self, index: int) -> Any:
+        values, scales = self.all.values[index], self.all.scales[index]
+        return interlace.Scaled(values, scales, self.all.format, self.all.whole, inner=-2)
+
+
+def operands(form: str, format: str) -> tuple[Any, Any]:
+    if not format:
+        return X, W
+    weights: Any = Weights(format)
+    return quantize(X, format), weights.all if form in EXPERTS else weights  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("formats", [("mxfp8", ""), ("", "nvfp4"), ("mxfp8", "nvfp4")])
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2, place="sim")
+def test_all_ranks_raise_an_error_that_names_both_kinds(
+    form: str, formats: tuple[str, str]
+) -> None:
+    kinds = [format or r"None \(plain tensors\)" for format in formats]
+    words = (
+        f"format of the operands differs between ranks: {kinds[0]} on rank 0, {kinds[1]} on rank 1"
+    )
+    with pytest.raises(ValueError, match=words):
+        FORMS[form](*operands(form, formats[interlace.get_rank()]))
+    FORMS[form](*operands(form, "mxfp8"))
+
+
+@pytest.mark.parametrize("form", [*PRODUCTS, *EXPERTS])
+@ranks(2, place="sim")
+def test_one_scaled_operand_on_one_rank_is_an_error_on_all(form: str) -> None:
+    scaled, plain = operands(form, "mxfp8"), (X, W)
+    rank, words = interlace.get_rank(), "must be an interlace.Scaled as the other operands are"
+    for pair in ((scaled[0], plain[1]), (plain[0], scaled[1])):
+        for other in (scaled, plain):
+            with pytest.raises(TypeError, match=f"rank 1.* {words}" if rank == 0 else words):
+                FORMS[form](*(pair if rank else other))
