@@ -324,6 +324,12 @@ def test_the_layer_is_the_same_by_splits_by_a_dispatch_and_compiled() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_compiled_layer_has_no_cached_function() -> None:
+    torch._dynamo.utils.warn_once_cache.clear()
+    interlace.run(experts_layer, 1, lambda layer: torch.compile(layer, backend="aot_eager"))
+
+
 def by_inductor(name: Any) -> None:
     """Inductor has no code for all dtypes of the formats."""
     x, w = noise(0, 1, (5, 64)), noise(0, 2, (2, 8, 64))

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import interlace
 from interlace import experts, functional, nn
@@ -90,3 +92,41 @@ def test_one_scaled_operand_on_one_rank_is_an_error_on_all(form: str) -> None:
         for other in (scaled, plain):
             with pytest.raises(TypeError, match=f"rank 1.* {words}" if rank == 0 else words):
                 FORMS[form](*(pair if rank else other))
+
+
+def distributed(tensor: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=interlace.get_rank())
+    return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+
+
+@pytest.mark.parametrize("form", [*PRODUCTS, "eager dispatch", "dispatch"])
+@ranks(2, place="sim")
+def test_a_dtensor_on_one_rank_is_an_error_on_all(form: str) -> None:
+    words = r"is a DTensor; pass \w+.to_local\(\), this rank's part"
+    x = X if interlace.get_rank() else distributed(X)
+    with pytest.raises(TypeError, match=words):
+        FORMS[form](x, W)
+    if form in PRODUCTS:
+        with pytest.raises(TypeError, match=words):
+            in_format(form, x)
+    FORMS[form](X, W)
+
+
+def in_format(form: str, x: torch.Tensor) -> Any:
+    module = functional if "functional" in form else interlace
+    op: Any = getattr(module, form.rpartition(".")[2])
+    return op(x, W[0], format="mxfp8")
+
+
+@ranks(2, place="sim")
+def test_dtensors_are_not_quantized() -> None:
+    words = r"is a DTensor; pass \w+.to_local\(\), this rank's part"
+    with pytest.raises(TypeError, match=f"x {words}"):
+        quantize(distributed(X), "mxfp8")
+    scaled = quantize(X, "mxfp8")
+    for values, scales in (
+        (distributed(scaled.values), scaled.scales),
+        (scaled.values, distributed(scaled.scales)),
+    ):
+        with pytest.raises(TypeError, match=words):
+            interlace.Scaled(values, scales, "mxfp8")

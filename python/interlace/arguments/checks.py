@@ -138,12 +138,21 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
             f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'}; pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
+    refuse_distributed(name, value)
     if not (value.is_nested or has_memory(value)):
         raise TypeError(
             f"{name} is a {type(value).__name__}, which has no memory; "
             "interlace.functional takes tensors that stand for other tensors"
         )
     return value.detach()
+
+
+def refuse_distributed(name: str, value: object) -> None:
+    """Raise TypeError for a DTensor, which stands for the parts of several ranks."""
+    if type(value) not in PLAIN_TYPES and hasattr(value, "to_local"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; pass {name}.to_local(), this rank's part"
+        )
 
 
 def describe(value: object) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.checks import has_memory, inner_length
+from interlace.arguments.checks import has_memory, inner_length, refuse_distributed
 from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
@@ -393,6 +393,7 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
         name = name_of(index, several)
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
+        refuse_distributed(name, each)
         if packed and index and each.dtype == torch.uint8:
             continue
         if not each.is_floating_point() or each.dtype.itemsize < 2:

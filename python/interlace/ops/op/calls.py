@@ -153,6 +153,11 @@ def check(
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {checks.describe(value)}"
             refuse(op, group, tag, TypeError(text))
+        if known:
+            try:
+                checks.refuse_distributed(name, value)
+            except TypeError as error:
+                refuse(op, group, tag, error)
         # in a backward, Dynamo cannot read the layout
         if known and value.layout is not torch.strided:
             text = f"{name} must be a strided tensor, got {value.layout}"
