@@ -238,6 +238,20 @@ def test_counts_stay_on_the_device(name: Any) -> None:
         assert not y[len(right) :].any()
 
 
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp8", "nvfp4"))
+@ranks(2, place="sim")
+def test_products_of_low_latency_rows_read_no_counts(name: Any) -> None:
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    x, chosen = noise(rank, 1, (3, 64)), torch.tensor([[0, 2], [1, 3], [0, 1]])
+    received, _ = interlace.experts.low_latency_dispatch(x, chosen, 5, 2 * size, use_fp8=False)  # type: ignore[misc]
+    w = noise(rank, 2, (2, 64, 8))
+    on_device = received._replace(segments=received.segments.to("meta"))  # has no values
+    found = interlace.experts.multiply(on_device, w, format=name)
+    right = interlace.experts.multiply(received, w.requires_grad_(), format=name)
+    for expert, count in enumerate(received.num_tokens_per_expert.tolist()):
+        assert torch.equal(found[expert, :count], right[expert, :count])
+
+
 COUNTS = ([35, 0], [0, 3], [2, 0])
 """Rows of each rank, by expert."""
 
