@@ -472,7 +472,9 @@ def test_what_takes_no_scaled_says_what_to_pass() -> None:
     alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
     for name in alone:
         x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
-        with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
+        with pytest.raises(
+            TypeError, match="got Scaled in mxfp8, which only dispatches accept, and matmuls"
+        ):
             tensors_only(x)[name]()
     with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
         interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]

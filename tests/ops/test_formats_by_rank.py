@@ -130,3 +130,43 @@ def test_dtensors_are_not_quantized() -> None:
     ):
         with pytest.raises(TypeError, match=words):
             interlace.Scaled(values, scales, "mxfp8")
+
+
+@pytest.mark.parametrize("form", PRODUCTS)
+@ranks(2, place="sim")
+def test_an_error_about_another_rank_names_the_op(form: str) -> None:
+    op = form.rpartition(".")[2]
+    first = interlace.get_rank() == 0
+    words = (
+        rf"^{op}: rank 1 cannot take part: " if first else "strided tensor, got torch.sparse_coo"
+    )
+    with pytest.raises(TypeError, match=words):
+        in_format(form, X if first else X.to_sparse())
+
+
+@ranks(2, place="sim")
+def test_a_scaled_among_values_and_scales_on_one_rank_is_an_error_on_all() -> None:
+    x, w = quantize(X, "mxfp8"), quantize(W[0].t(), "mxfp8").t()
+    for form in (functional.all_gather_scaled_matmul, functional.scaled_matmul_reduce_scatter):
+        with pytest.raises(
+            TypeError, match="pass that to the op of the same name without 'scaled'"
+        ):
+            weight: Any = w.values if interlace.get_rank() else w
+            form(x.values, weight, x.scales, w.scales)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "error", "words"),
+    [
+        (X, W.int(), TypeError, "^weight must be a float tensor .*, got torch.int32"),
+        (X[:, :63], W[:, :63], ValueError, r"dimension of received.x must be even, got \(.*63\)"),
+        (X, W[..., :7].clone().requires_grad_(), ValueError, r"of weight must be even, got .*7\)"),
+    ],
+)
+@ranks(2, place="sim")
+def test_products_of_rows_refuse_in_forward(
+    x: torch.Tensor, w: torch.Tensor, error: type[Exception], words: str
+) -> None:
+    received, _ = experts.dispatch(x, CHOSEN, None, 2)  # type: ignore[misc]
+    with pytest.raises(error, match=words):
+        experts.multiply(received, w, format="nvfp4")

@@ -130,15 +130,13 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     device = communicator.place.device
     if value.device.type != device.type:
         raise ValueError(f"{name} is on {value.device}, the group's memory on {device}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
+    check_layout(name, value)
     if value.is_conj() or value.is_neg():
         # kernels and copies read the memory, where a lazy conjugation has not happened
         raise ValueError(
             f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'}; pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
-    refuse_distributed(name, value)
     if not (value.is_nested or has_memory(value)):
         raise TypeError(
             f"{name} is a {type(value).__name__}, which has no memory; "
@@ -147,12 +145,14 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     return value.detach()
 
 
-def refuse_distributed(name: str, value: object) -> None:
-    """Raise TypeError for a DTensor, which stands for the parts of several ranks."""
+def check_layout(name: str, value: torch.Tensor) -> None:
+    """Raise TypeError for a sparse tensor, and for a DTensor, which stands for parts of several ranks."""
     if type(value) not in PLAIN_TYPES and hasattr(value, "to_local"):
         raise TypeError(
             f"{name} is a {type(value).__name__}; pass {name}.to_local(), this rank's part"
         )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
 
 
 def describe(value: object) -> str:

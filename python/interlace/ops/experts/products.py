@@ -11,7 +11,12 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import BlockFormatName
 from interlace.ops.experts.routing import Received
-from interlace.ops.matmul.block_scaled import product, product_of_rows, refuse_second_gradient
+from interlace.ops.matmul.block_scaled import (
+    check_numbers,
+    product,
+    product_of_rows,
+    refuse_second_gradient,
+)
 from interlace.ops.matmul.formats import format_named
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import requires_gradients
@@ -57,7 +62,7 @@ def multiply(
             f"{tuple(weight.shape)}"
         )
     if format is not None:
-        kind = format_named(format).name
+        kind = check_products(x, weight, format)
         if x.dim() == 3 and not requires_gradients(x, weight):
             pairs = zip(x, weight, strict=True)
             return torch.stack([product(*pair, kind, by_row=True) for pair in pairs])
@@ -69,6 +74,17 @@ def multiply(
         return torch._grouped_mm(x, weight, offs=received.offsets)
     traced = torch.compiler.is_compiling() or modes_active()
     return (multiply_in_graph if traced else multiplied)(x, weight, received.segments, "")
+
+
+def check_products(x: Tensor, weight: Tensor, format: str) -> str:
+    """Return the name of a format in which rows and weights can be multiplied, and their gradients."""
+    kind = format_named(format)
+    for name, value in (("received.x", x), ("weight", weight)):
+        check_numbers(name, value)
+    kind.check_shape("received.x", x.shape)
+    if requires_gradients(x, weight):  # a gradient of x has blocks along n
+        kind.check_shape("weight", weight.shape)
+    return kind.name
 
 
 def of_weights(

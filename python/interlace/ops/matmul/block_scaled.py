@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.checks import has_memory, inner_length, refuse_distributed
+from interlace.arguments.checks import check_layout, has_memory, inner_length
 from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
@@ -371,7 +371,7 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
                 f"interlace.quantize(input, {kind.name!r}) without format="
             )
     if not are_scaled(*operands):
-        _check_numbers(record)
+        _check_record(record)
         return operands
     (input, *weights), by_row = operands, _is_of_experts(record)
     matrices = [
@@ -385,23 +385,18 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
     return matrices
 
 
-def _check_numbers(record: Any, *, packed: bool = False) -> None:
+def _check_record(record: Any, *, packed: bool = False) -> None:
     """Raise unless the factors are floats to quantise and multiply; weights may be ``packed`` columns."""
     _, several, operands = _factors(record)
     input, kind = operands[0], format_named(record.format)
     for index, each in enumerate(operands):
         name = name_of(index, several)
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
-        refuse_distributed(name, each)
-        if packed and index and each.dtype == torch.uint8:
+        if packed and index and getattr(each, "dtype", None) == torch.uint8:
             continue
-        if not each.is_floating_point() or each.dtype.itemsize < 2:
-            raise TypeError(
-                f"{name} must be a float tensor that format= quantizes, got {each.dtype}"
-            )
+        check_numbers(name, each)
         if not index:
             kind.check_shape(name, each.shape)
+            _check_dim(record, each.dim() - 1)
             continue
         dims, shape = _dimensions_of_weight(record)
         if each.dim() != dims:
@@ -410,13 +405,26 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
         if requires_gradients(input):  # its gradient has blocks along n
             kind.check_shape(name, each.shape)
         inner_length(name, each.shape[-2], input)
+
+
+def check_numbers(name: str, tensor: object) -> None:
+    """Raise TypeError unless ``tensor`` has floats to quantise."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_layout(name, tensor)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise TypeError(f"{name} must be a float tensor that format= quantizes, got {tensor.dtype}")
+
+
+def _check_dim(record: Any, last: int) -> None:
+    """Raise ValueError if the record gathers along the ``last`` dimension, or a gradient would."""
     gathers = hasattr(record, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
     dim = getattr(record, name, None)
-    if dim in (-1, input.dim() - 1) and (gathers or learns(record)):
+    if dim in (-1, last) and (gathers or learns(record)):
         raise ValueError(
-            f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
-            "from several ranks"
+            f"{name} must not be the last one, {dim}, with format={record.format!r}: blocks would have "
+            "numbers from several ranks"
         )
 
 
@@ -428,7 +436,7 @@ def quantize_record(record: Any) -> Any:
     name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
-    _check_numbers(record, packed=True)
+    _check_record(record, packed=True)
     by_row = _is_of_experts(record)
     columns = [packed_weight(each, record.format, by_row=by_row) for each in weights]
     rows = quantized_rows(input, record.format, False, by_row)

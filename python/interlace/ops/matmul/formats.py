@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from interlace.arguments.checks import has_memory, refuse_distributed
+from interlace.arguments.checks import check_layout, has_memory
 from interlace.arguments.words import BlockFormatName
 from interlace.kernels.block_scales import INNER
 from interlace.runtime.numerics.exact import matrix_product
@@ -328,8 +328,8 @@ class Scaled:
     def advice(self) -> str:
         """The text that an error adds to this class' name if only a tensor is accepted."""
         return (
-            f" in {self.format}, which only matmuls and dispatches accept; pass dequantize()'s result, "
-            "or its values and scales one after the other"
+            f" in {self.format}, which only dispatches accept, and matmuls whose input and weights all are "
+            "Scaled; pass dequantize()'s result, or its values and scales one after the other"
         )
 
     def to(self, device: torch.device | str | int) -> Scaled:
@@ -427,7 +427,7 @@ def _of_dtype(
     """Return ``tensor``, which has that dtype, its bits as uint8, or one of the ``others``."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    refuse_distributed(name, tensor)
+    check_layout(name, tensor)
     accepted = (dtype, torch.uint8) if dtype in (FP4, E8M0) else (dtype, *others)
     if tensor.dtype not in accepted:
         names = " or ".join(map(str, accepted))
@@ -494,9 +494,7 @@ def quantize(
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"x must be a tensor of float16, bfloat16, float32 or float64, got {got}")
-    refuse_distributed("x", x)
-    if x.layout is not torch.strided:
-        raise TypeError(f"x must be a strided tensor, got {x.layout}")
+    check_layout("x", x)
     kind.check_shape("x", x.shape)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")
