@@ -516,7 +516,7 @@ def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, contextlib.AbstractCont
 
 def _check_scales(name: str, operand: Scaled) -> None:
     """Check scales, unless the host would wait for a device, or tensors have no real values."""
-    like = operand.values.new_empty(1)
+    like = operand.values.new_empty(1, dtype=torch.uint8)
     if like.is_cpu and has_memory(like):
         with naming(name):
             operand.check_scales()

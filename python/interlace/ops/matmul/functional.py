@@ -287,7 +287,8 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
-    form, terms = op, nullcontext()
+    form = op
+    terms: AbstractContextManager[None] = nullcontext()
     scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)
     if multiplies and (record.format or scaled):
         form, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
