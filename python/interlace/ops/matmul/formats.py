@@ -226,8 +226,8 @@ class Scaled:
             object.__setattr__(self, "format", kind.name)
         if self.inner not in (-1, -2):
             raise ValueError(f"inner must be -1 or -2, got {self.inner!r}")
-        others = [E5M2] if kind.name == "mxfp8" else []
-        values = _of_dtype("values", self.values, kind.name, kind.values, *others)
+        alternatives = [E5M2] if kind.name == "mxfp8" else []
+        values = _of_dtype("values", self.values, kind.name, kind.values, *alternatives)
         if values.dim() < 2:
             raise ValueError(f"values must have at least 2 dimensions, got {tuple(values.shape)}")
         scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
@@ -422,13 +422,13 @@ class Scaled:
 
 
 def _of_dtype(
-    name: str, tensor: object, of: str, dtype: torch.dtype, *others: torch.dtype
+    name: str, tensor: object, of: str, dtype: torch.dtype, *alternatives: torch.dtype
 ) -> Tensor:
-    """Return ``tensor``, which has that dtype, its bits as uint8, or one of the ``others``."""
+    """Return ``tensor``, whose dtype is that one, uint8 for its bits, or one of the ``alternatives``."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     check_layout(name, tensor)
-    accepted = (dtype, torch.uint8) if dtype in (FP4, E8M0) else (dtype, *others)
+    accepted = (dtype, torch.uint8) if dtype in (FP4, E8M0) else (dtype, *alternatives)
     if tensor.dtype not in accepted:
         names = " or ".join(map(str, accepted))
         raise TypeError(f"{name} of {of} must be {names}, got {tensor.dtype}")
