@@ -48,13 +48,13 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
-from interlace.ops.matmul.block_scaled import packed_tokens
-from interlace.ops.matmul.formats import Scaled, unpacked_rows
+from interlace.ops.matmul.block_scaled import is_traced, packed_tokens
+from interlace.ops.matmul.formats import Scaled, format_term, unpacked_rows
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
-from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.context import comparing, name_algorithm
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning.configuration import Configuration, choose
@@ -444,6 +444,8 @@ def arguments_of(
     terms: AbstractContextManager[None] = nullcontext()
     if isinstance(x, Scaled):
         x, terms = packed_tokens(x)
+    elif not is_traced():
+        terms = comparing(format_term(""))
     data, scales = values_and_scales(x)
     routing = routing_of(num_experts, **how)
     return DispatchArguments(data, scales, topk_idx, topk_weights, *routing), terms

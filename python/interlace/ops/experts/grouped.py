@@ -30,7 +30,7 @@ from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.block_scaled import product
-from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term, length_along_k
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Example,
@@ -348,7 +348,7 @@ def received_counts(name: str, value: Any, experts: int, world_size: int) -> lis
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
     k: tuple[str, int] = "k of input", call.input.shape[1]
     return (
-        ("format", call.format or None),
+        format_term(call.format),
         ("dtype of input", call.input.dtype),
         length_along_k(*k, call.format) if call.format else k,
         ("the number of experts", experts),

@@ -62,7 +62,7 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.block_scaled import call_in
-from interlace.ops.matmul.formats import OPERAND_FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Op,
@@ -163,7 +163,7 @@ class CheckedCombine(NamedTuple):
 
     def terms(self) -> Terms:
         return (
-            ("format", self.format or None),
+            format_term(self.format),
             ("dtype of input", self.input.dtype),
             ("n of weight", self.weight.shape[2]),
             ("the number of experts", self.assignment.experts),

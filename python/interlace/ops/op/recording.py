@@ -13,6 +13,7 @@ All ranks' tensors must require the same gradients. Ranks compare this when the 
 
 import contextlib
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -128,7 +129,7 @@ def _bound(group: Communicator | str, size: int) -> Communicator:
 def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
     """Raise on all ranks, before anything runs, for an argument that does not fit the schema."""
     for (name, kind), value in zip(op.kinds.items(), values, strict=True):
-        words, fits = _accepted_values(kind)
+        words, fits = _ACCEPTED[kind]
         if not fits(value):
             error = TypeError(f"{name} must be {words}, got {type(value).__name__}")
             if not (torch.compiler.is_compiling() or modes_active()):
@@ -136,7 +137,6 @@ def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
             raise error
 
 
-@functools.cache
 def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
     """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
@@ -150,6 +150,13 @@ def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
         )
     words, types = _TYPES[kind]
     return words, lambda value: isinstance(value, types)
+
+
+# A table, because Dynamo warns of a cached function in a backward that it traces.
+_ACCEPTED = {
+    f"{kind}{suffix}": _accepted_values(f"{kind}{suffix}")
+    for kind, suffix in itertools.product(_TYPES, ("", "?", "[]", "?[]", "[]?"))
+}
 
 
 def is_seen(operands: Sequence[torch.Tensor]) -> bool:
