@@ -36,7 +36,8 @@ class InterlaceError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copy by its text and attributes, whatever arguments its class takes."""
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)
+        new = copyreg.__newobj__  # type: ignore[attr-defined]
+        return new, (type(self), *self.args), vars(self)
 
 
 Raised = TypeVar("Raised", bound=Exception)
