@@ -327,13 +327,11 @@ def home_of(
     return Home(inverse, weights, tensors[0], tensors[1] if tensors[1:] else None)
 
 
-def results_of(
-    rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None
-) -> list[Tensor]:
+def results_of(rows: Tensor, topk_idx: Tensor, return_rows: bool) -> list[Tensor]:
     """Allocate the results of a combine: sums and, if requested, the home rows, ``[tokens * k, n]``."""
-    results = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
+    results = [rows.new_empty(topk_idx.shape[0], rows.shape[1])]
     if return_rows:
-        results.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
+        results.append(rows.new_empty(topk_idx.numel(), rows.shape[1]))
     return results
 
 
