@@ -280,7 +280,7 @@ def run_recorded(
 
     ``run(given, async_op)`` makes the call. ``results`` converts the arguments and the call's results to
     those in torch's op. If ``look`` says that the call must be visible, it goes through the dispatcher, and
-    ``results`` gets None.
+    ``results`` gets None. Without ``look`` no call must be visible.
 
     Ranks agree on the tensors that require a gradient: another rank's backward would wait for this one.
     Tensors whose gradients need no communication, such as a bias, are not compared. But if the call
