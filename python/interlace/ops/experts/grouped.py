@@ -564,9 +564,7 @@ class GroupedMatmul:
         outputs = [part.view(-1) for part in torch.split(arrived, counts)]
         call = Call(self.op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
         flat = input.contiguous()
-        if routes.experts == len(
-            routes.counts[0]
-        ):  # all experts everywhere: every rank's rows go to all
+        if routes.experts == len(routes.counts[0]):  # every rank's rows go to all
             event = communicator.engine.all_gather(call, outputs, flat.view(-1))
         else:
             sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]
