@@ -25,7 +25,7 @@ from interlace.kernels.arguments import ExpertRows, ExpertSizes, SlotRows, Token
 from interlace.kernels.experts import dispatch as kernels
 from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.collectives.launch import agreed_call, sources
+from interlace.ops.collectives.launch import agreed_call, enqueue_kernel, sources
 from interlace.ops.experts.routing import (
     EXAMPLES,
     Assignment,
@@ -111,6 +111,12 @@ def slot_rows(
     return SlotRows(topk, next_power(experts), rows, columns, of_sum, scaled, weighted)
 
 
+def slot_options(configuration: Configuration) -> dict[str, Any]:
+    # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
+    compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
+    return {"num_warps": configuration.num_warps, "num_stages": 1, **compiler_options}
+
+
 def row_moves(
     communicator: Communicator, op: str, rows: Tensor, most: int, slots: int, routing: Routing
 ) -> tuple[Bounds, Configuration]:
@@ -168,19 +174,10 @@ class Dispatch:
         record = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
-        # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
-        compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
-        options = {"num_warps": configuration.num_warps, "num_stages": 1, **compiler_options}
-
-        def body(workspace: Workspace) -> None:
-            for kernel, arguments in (
-                (kernels.dispatch_send_kernel, record),
-                (kernels.dispatch_receive_kernel, taken),
-            ):
-                launch = workspace.kernel_launch(kernel, grid, arguments, **options)
-                communicator.compute.launch(launch)
-
-        return communicator.enqueue("dispatch", layout, body)
+        options = slot_options(configuration)
+        send = kernels.dispatch_send_kernel, grid, record, options
+        receive = kernels.dispatch_receive_kernel, grid, taken, options
+        return enqueue_kernel(communicator, "dispatch", layout, *send, [receive])
 
     def _parts(self, routes: HostRoutes, weights: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Return, for each matrix that travels: the matrix, the rows to send in order, and the result."""
@@ -510,12 +507,10 @@ def results(record: DispatchArguments, size: int, rows: Any = None) -> list[Tens
 
 
 def start(communicator: Communicator, record: DispatchArguments) -> Started:
-    tensors = None
-    if record.max_tokens:
-        with communicator.accepting(DISPATCH):
-            tensors = results(record, communicator.world_size)
-    if tensors is None:
+    if not record.max_tokens:
         return Started(dispatch_rows(communicator, (record, None)), None)
+    with communicator.accepting(DISPATCH):
+        tensors = results(record, communicator.world_size)
     return Started(tensors, dispatch_rows(communicator, (record, tensors), async_op=True))
 
 

@@ -195,11 +195,6 @@ def _is_parameter(kind: type) -> bool:
     )
 
 
-def unseen(operands: Sequence[torch.Tensor]) -> bool:
-    """Return False: nothing looks at the call."""
-    return False
-
-
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(record)
@@ -285,20 +280,20 @@ def run_recorded(
     async_op: bool,
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
-    look: Callable[[Sequence[torch.Tensor]], bool] = is_seen,
+    look: Callable[[Sequence[torch.Tensor]], bool] | None = is_seen,
     differs: bool = False,
 ) -> Any:
     """Make an eager call, record it, and return ``finish`` of its results, or a Work for that.
 
     ``run(given, async_op)`` makes the call. ``results`` converts the arguments and the call's results to
     those in torch's op. If ``look`` says that the call must be visible, it goes through the dispatcher, and
-    ``results`` gets None.
+    ``results`` gets None. Without ``look`` no call must be visible.
 
     Ranks agree on the tensors that require a gradient: another rank's backward would wait for this one.
     Tensors whose gradients need no communication, such as a bias, are not compared. But if the call
     ``differs`` from a call without any gradient, ranks compare whether there is one.
     """
-    if look(op.tensors_of(given)):
+    if look is not None and look(op.tensors_of(given)):
         given, _ = results(given, None)
         values = [getattr(given, name) for name in op.kinds]
         result = call(op.name, *values, communicator.world_size, communicator)
