@@ -19,6 +19,7 @@ from circumstances import ask
 CYCLES = 1.9e6  # in a millisecond, about
 POOL = 32
 POLLS = 200_000
+SIDE = 2048  # rows and columns of the matrix that is multiplied
 
 
 def _busy(milliseconds: float) -> None:
@@ -112,7 +113,7 @@ def questions(probe: Probe) -> dict[str, Callable[[], object]]:
     low, high = probe.low, probe.high
     half = torch.ones(4096, device="cuda", dtype=torch.float16)
     short = torch.ones(4096, device="cuda", dtype=torch.int16)
-    matrix = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.ones(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
 
     def in_a_new_thread() -> None:
         thread = threading.Thread(target=lambda: torch.mm(matrix, matrix))

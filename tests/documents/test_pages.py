@@ -25,7 +25,7 @@ LONG = {
         "how-to/compile": "aot",
         "how-to/gpu": "bench tune",
         "how-to/run": "hangs record",
-        "how-to/train": "attention experts layers megatron norms tensor torchtitan",
+        "how-to/train": "attention eight-gpus experts layers megatron norms tensor torchtitan",
         "how-to/migrate": "experts",
         "reference": "expert-rows lint",
         "explanation": "model",
