@@ -39,6 +39,8 @@ CASES = [
      "offs_scale = (tl.arange(0, SCALES) + 1) % SCALES")), "schedules", _SCATTER),
     Case(mutant_of(_SCALES, "scales of the first row for all", ("a_scales = (a_rows + value_bytes)",
      "a_scales = (a_ptr + offs_m * 0 + value_bytes)")), "schedules", _GATHER),
+    Case(mutant_of(_SCALES, "columns of nvfp4 without their whole", ("other=0.0)[None, :]",
+     "other=0.0)[None, :] * 0 + 1")), "schedules", _SCATTER),
     Case(mutant_of(_TRANSFER, "signal before the scales",
      (_COPY, _copies(f"    {_PUBLISH}", "to_ptr")), (f"rows, 128)\n{_PUBLISH}", "rows, 128)\n")),
      "races", _GATHER),

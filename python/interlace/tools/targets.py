@@ -20,7 +20,7 @@ from interlace.ops.attention.decode import decode
 from interlace.ops.attention.problem import HEAD, HEADS, KEY_HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
 from interlace.ops.library import BY_NAME, IN_PLACE, OPS
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import FORMATS, packed_rows, quantize
 from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.ops.op.op import Example, Op, Setting, constant, finish
 from interlace.runtime.core.communicator import Communicator
@@ -226,16 +226,22 @@ def _quantized_name(setting: Setting) -> str:
     return "fp8_static" if setting.call == 2 and kernel_makes_fp8(default_group()) else ""
 
 
-def _packed_numbers(setting: Setting, rows: int) -> torch.Tensor:
+def _format(setting: Setting) -> str:
+    """Return the format of a call: scales of each dtype, numbers of 8 and of 4 bits, and a ``whole``."""
+    return ("mxfp8", "nvfp4", "fp8_block128")[setting.call % 3]
+
+
+def _packed_numbers(setting: Setting, rows: int, whole: float = 2.0) -> torch.Tensor:
     """Return packed rows of whole numbers; neighbour blocks differ in scale, along k, rows and ranks."""
-    kind = FORMATS["mxfp8"]
+    kind = FORMATS[_format(setting)]
     block = torch.arange(WIDE) // kind.block
-    factor = 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
-    return kind.packed_rows(setting.numbers(rows, WIDE) * factor)
+    factor = whole * 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
+    of_all = torch.tensor(whole) if kind.whole else None
+    return packed_rows(quantize(setting.numbers(rows, WIDE) * factor, kind.name, whole=of_all))
 
 
 def _packed_weight(setting: Setting) -> torch.Tensor:
-    return _packed_numbers(setting, INNER).mT
+    return _packed_numbers(setting, INNER, whole=4.0).mT
 
 
 def _of_methods(quick: int) -> dict[str, Any]:
@@ -261,6 +267,7 @@ _EXCHANGED = TargetCalls(
 )
 _REDUCED_SCALES = TargetCalls(
     examples={
+        "format": _format,
         "input": lambda setting: _packed_numbers(setting, setting.total),
         "weight": _packed_weight,
     }
@@ -283,6 +290,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     "matmul_all_reduce": TargetCalls(_whole(18)),
     "block_scaled_all_gather_matmul": TargetCalls(
         examples={
+            "format": _format,
             "input": lambda setting: _packed_numbers(setting, setting.own),
             "weights": lambda setting: [_packed_weight(setting), _packed_weight(setting).flip(1)],
         }

@@ -220,8 +220,8 @@ FUNCTIONS = {
     "all_gather, asynchronous": 118,
     "reduce_scatter": 94,
     "broadcast": 72,
-    "combine": 156,
-    "grouped_matmul_combine": 180,
+    "combine": 160,
+    "grouped_matmul_combine": 185,
     "functional.all_gather_matmul": 184,
     "functional.matmul_reduce_scatter": 194,
 }

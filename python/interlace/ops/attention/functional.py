@@ -148,7 +148,7 @@ def all_to_all_matmul(
     """
     op = "all_to_all_matmul"
     check(op, group, tag, _ints(length), input=input, weight=weight, bias=bias)
-    record = (input, weight, bias, length, keeps(False, [weight]), algorithm)
+    record = (input, weight, bias, length, keeps([weight]), algorithm)
     return run(op, group, tag, *record)[0]  # type: ignore[no-any-return]
 
 

@@ -109,7 +109,7 @@ def combine(
     rows = _matrix("combine", tag, handle, "y", y)
     weights = handle.topk_weights if weighted else None
     tensors = (rows, handle.segments, handle.topk_idx, weights)
-    kept = weights is not None and keeps(False, [weights])
+    kept = weights is not None and keeps([weights])
     routing = handle.routing._replace(algorithm=algorithm)
     return run("combine", group, tag, *tensors, kept, *routing)[0]  # type: ignore[no-any-return]
 
@@ -158,7 +158,7 @@ def grouped_matmul_combine(
     record = GroupedCombineArguments(*operands, *about)
     blocks, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     factors = {"input": record.input, "weight": record.weight, "bias": bias}
-    record.return_rows = topk_weights is not None and keeps(False, [topk_weights])
+    record.return_rows = topk_weights is not None and keeps([topk_weights])
     if isinstance(splits, DispatchHandle):
         check(op, group, tag, **factors, topk_weights=topk_weights)
         routing = routing_for(splits, topk_idx)._replace(algorithm=algorithm)
@@ -259,7 +259,7 @@ def _run_grouped(
     flag(op, group, tag, "return_received", asked)
     for name in ("input_splits", "output_splits"):
         setattr(record, name, ints(op, group, tag, name, getattr(record, name)))
-    record.return_received = asked or (not record.format and keeps(False, [record.weight]))
+    record.return_received = asked or (not record.format and keeps([record.weight]))
     with terms:
         results = run_record(blocks, group, tag, record)
     return block_scaled.with_gathered(input, (results[1], results[0])) if asked else results[0]

@@ -108,7 +108,7 @@ def gather(
         if each is not None:
             check(op, group, tag, bias=each)
     record.weights, record.biases = as_lists(weights, biases)
-    saved = save_gathered and not record.format and keeps(False, weights)
+    saved = save_gathered and not record.format and keeps(weights)
     record.return_gathered = asked or saved
     with terms:
         packed_call = run_record(form, group, tag, record)

@@ -82,10 +82,10 @@ def _results(op: Op, started: Started) -> Any:
     return results if op.several else results[0]
 
 
-def keeps(asked: bool, weights: Sequence[Any]) -> bool:
-    """Return whether an op returns its gathered input: if ``asked``, or for a backward (not in exports)."""
-    wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    return asked or (wanted and not torch.compiler.is_exporting())
+def keeps(weights: Sequence[Any]) -> bool:
+    """Return whether an op returns its gathered input for a backward; a graph of an export has none."""
+    learning = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return learning and not torch.compiler.is_exporting()
 
 
 def _has_modes() -> bool:
