@@ -36,8 +36,8 @@ def problems(result: JobResult) -> Iterator[Problem]:
             yield _race(finding, stories[finding.seed])
         for seed, text in report.errors:
             story, rule = stories[seed], f"schedules/{text.partition(':')[0]}"
-            views = ((f"seed {seed}", story, None),)
-            yield Problem(rule, f"seed {seed}: {text}", _end(text, story), views=views)
+            at = _end(text, story)
+            yield Problem(rule, f"seed {seed}: {text}", at, views=((f"seed {seed}", story, None),))
     elif isinstance(report, ScheduleReport) and (failure := report.failure) is not None:
         text = str(report).partition("\nwith ")[0]  # the views show the rest
         before = f"before shrinking, {failure.found_switches} context switches"

@@ -31,10 +31,9 @@ from interlace import launcher
 from interlace.runtime.compat.torch_modes import DispatchMode
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.choice import Rewrite, programs
-from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
-from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Scheduler
 from interlace.runtime.places.sim.scheduler.source_lines import (
     program_lines,
     task_lines,
@@ -55,7 +54,7 @@ from interlace_verify.race_check.findings import (
 )
 from interlace_verify.race_check.happens_before import Detector
 from interlace_verify.schedule_check.check import (
-    poisoned_memory,
+    SimulatedRun,
     rare_collections,
     refused,
     seed_list,
@@ -301,8 +300,9 @@ def races(
     True
     """
     timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
-    chosen, run_programs = seed_list(seeds), programs(arch, rewrite)
-    on_rank = launcher.rank_function(fn, args, kwargs)
+    chosen, on_rank = seed_list(seeds), launcher.rank_function(fn, args, kwargs)
+    run_programs = programs(arch, rewrite)
+    simulated = SimulatedRun(on_rank, world_size, store_buffers, timeout, run_programs)
     found: dict[object, Finding] = {}
     launches: dict[object, Any] = {}
     errors: list[tuple[int, str]] = []
@@ -312,14 +312,12 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
-    run = functools.partial(observed_run, on_rank, world_size, run_programs, store_buffers, timeout)
-
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        return run(seed, Several(asked))
+        return observed_run(simulated, seed, Several(asked))
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = run(seed, detector)
+        raised = observed_run(simulated, seed, detector)
         error = SourceText("")
         if raised is not None:
             problem = with_lines(raised)
@@ -398,29 +396,13 @@ def _form(error: str) -> str:
     return re.sub(r"\d+", "#", error)
 
 
-def observed_run(
-    on_rank: Callable[[Any], Any],
-    world_size: int,
-    made: Programs,
-    store_buffers: bool,
-    timeout: float,
-    seed: int,
-    observer: Any,
-) -> Exception | None:
+def observed_run(simulated: SimulatedRun, seed: int, observer: Any) -> Exception | None:
     """Run one schedule and return the exception that ended it, if any."""
-    scheduler = Scheduler(
-        seed,
-        strategy=for_seed(seed),
-        observer=observer,
-        store_buffers=store_buffers,
-        timeout=timeout,
-        quiet=QUIET_SECONDS,
-        programs=made,
-        on_bad_access=observer.on_bad_access,
-    )
+    watched = {"observer": observer, "on_bad_access": observer.on_bad_access}
+    scheduler = simulated.scheduler(seed, for_seed(seed), quiet=QUIET_SECONDS, **watched)
     try:
-        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
-            run_sim(on_rank, world_size, scheduler=scheduler)
+        with rare_collections(), TorchAccesses(scheduler, observer):
+            simulated.results(scheduler)
     except Exception as error:
         return error
     finally:
