@@ -11,7 +11,7 @@ from interlace_verify.suite.jobs import JobResult
 Lines = Sequence[SourceText]
 
 
-class Problem(NamedTuple):
+class ReportedProblem(NamedTuple):
     """A finding. ``rule`` is its check and its kind, such as "races/write-read".
 
     ``at`` are the lines to change, ``related`` other lines with what happens there, ``source`` the lines to
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     head: str = ""
 
 
-def problems(result: JobResult) -> Iterator[Problem]:
+def problems(result: JobResult) -> Iterator[ReportedProblem]:
     report = result.report
     if isinstance(report, RaceReport):
         stories = {story.seed: story for story in report.stories}
@@ -37,23 +37,25 @@ def problems(result: JobResult) -> Iterator[Problem]:
         for seed, text in report.errors:
             story, rule = stories[seed], f"schedules/{text.partition(':')[0]}"
             at = _end(text, story)
-            yield Problem(rule, f"seed {seed}: {text}", at, views=((f"seed {seed}", story, None),))
+            yield ReportedProblem(
+                rule, f"seed {seed}: {text}", at, views=((f"seed {seed}", story, None),)
+            )
     elif isinstance(report, ScheduleReport) and (failure := report.failure) is not None:
         text = str(report).partition("\nwith ")[0]  # the views show the rest
         before = f"before shrinking, {failure.found_switches} context switches"
         after = f"shrunk, {failure.switches} context switches"
         views = ((before, failure.found, None), (after, failure.told, None))
         at = _end(failure.text, failure.told)
-        yield Problem(f"schedules/{failure.kind}", text, at, views=views, head=failure.head)
+        yield ReportedProblem(f"schedules/{failure.kind}", text, at, views=views, head=failure.head)
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):
             at = [fault.where, report.place]
-            yield Problem(f"lint/{fault.rule}", text, at, source=at[:1])
+            yield ReportedProblem(f"lint/{fault.rule}", text, at, source=at[:1])
     else:
-        yield from (Problem(result.check, text) for text in result.findings)
+        yield from (ReportedProblem(result.check, text) for text in result.findings)
 
 
-def _race(finding: Finding, story: Story) -> Problem:
+def _race(finding: Finding, story: Story) -> ReportedProblem:
     accesses = [access for access in (finding.first, finding.second) if access]
     source = [line for access in accesses for line in access.lines]
     if finding.signal:
@@ -62,7 +64,7 @@ def _race(finding: Finding, story: Story) -> Problem:
     related += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
     at = finding.change[0] if finding.change else finding.second.lines
     views = ((f"seed {finding.seed}", story, finding),)
-    return Problem(f"races/{finding.kind}", str(finding), at, tuple(related), views, source)
+    return ReportedProblem(f"races/{finding.kind}", str(finding), at, tuple(related), views, source)
 
 
 def _end(text: str, story: Story) -> Lines:

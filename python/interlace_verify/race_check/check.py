@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -43,7 +43,7 @@ from interlace.runtime.places.sim.scheduler.strategies import Task, for_seed
 from interlace_verify.lint_check.check import specialisation
 from interlace_verify.race_check import hints
 from interlace_verify.race_check.agents import Rules
-from interlace_verify.race_check.collector import At
+from interlace_verify.race_check.collector import Asked
 from interlace_verify.race_check.findings import (
     Access,
     Finding,
@@ -146,9 +146,7 @@ class RaceTeller(Storyteller):
     same findings again (``asked``, see :class:`Collector`), with the step number of each access.
     """
 
-    def __init__(
-        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
-    ) -> None:
+    def __init__(self, seed: int, findings: Iterable[Finding], asked: Asked) -> None:
         super().__init__()
         self.detector = Detector(seed, asked=asked, step=lambda: self._count)
         accesses = [access for each in findings for access in (each.first, each.second)]
@@ -194,8 +192,6 @@ _OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
 BARRIER_SEEDS = 2  # seeds for which barriers are left out
 MOST_ATOMICS = 16  # lines of atomics that are tried
 
-Asked = Mapping[tuple[object, ...], At]
-
 
 def superfluous(
     lines: Iterable[SourceText],
@@ -224,11 +220,9 @@ def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
     """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel"."""
-    weak = (
-        {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
-        if asked
-        else {}
-    )
+    if not asked:
+        return {}
+    weak = {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
     accesses = [*weak.values()][:MOST_ATOMICS]
     other_accesses = [
         Detector(detector.seed, Rules(ordered=access.lines[0]), asked=asked) for access in accesses
