@@ -1,1 +1,4 @@
-"""The pytest plugin. It imports interlace, and so torch, only if a test uses it."""
+"""The pytest plugin. It imports interlace, and so torch, only if a test uses it.
+
+See docs/how-to/check/tests-and-ci.md.
+"""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from interlace import launcher
-from interlace.runtime.places.sim.scheduler.scheduler import interpret
 from interlace_verify.race_check.check import observed_run
 from interlace_verify.race_check.happens_before import Detector
+from interlace_verify.schedule_check.check import SimulatedRun
 
 
 class FoundError(Exception):
@@ -27,10 +27,10 @@ class Stopping(Detector):
 
 def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) -> str:
     """Return the first race of ``fn`` in these schedules, or the error of one; "" if there is none."""
-    on_rank = launcher.rank_function(fn, (), {})
+    run = SimulatedRun(launcher.rank_function(fn, (), {}), world_size, timeout=300.0)
     for seed in seeds:
         detector = Stopping(seed)
-        error = observed_run(on_rank, world_size, interpret, False, 300.0, seed, detector)
+        error = observed_run(run, seed, detector)
         for finding in detector.found.values():
             return str(finding)
         if error is not None:

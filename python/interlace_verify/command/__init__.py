@@ -1,1 +1,1 @@
-"""``python -m interlace verify``."""
+"""``python -m interlace verify``, see docs/how-to/check/tests-and-ci.md."""

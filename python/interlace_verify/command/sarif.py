@@ -18,8 +18,8 @@ from interlace import __version__
 from interlace.runtime.compiler.request import definition
 from interlace.runtime.core.errors import SourceText
 from interlace.tools import targets
-from interlace_verify import KINDS, RULES, LintReport, RaceReport, ScheduleReport
-from interlace_verify.schedule_check.interleaving import Story
+from interlace_verify import KINDS, RULES
+from interlace_verify.command.problems import Lines, problems
 from interlace_verify.suite.jobs import JobResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -34,9 +34,6 @@ OTHERS = {
     "lint": "A compiled kernel breaks a rule.",
     "protocol": "An interleaving of a signal pattern fails.",
 }
-
-
-Lines = Sequence[SourceText]
 
 
 def write(path: str, results: Sequence[JobResult]) -> None:
@@ -95,57 +92,28 @@ def repository(folder: pathlib.Path) -> pathlib.Path:
 
 def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yield the findings of one job in SARIF's form."""
-    report, subject = result.report, _subject(result.subject)
-
-    def make(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
-        all_lines = (lines, *(each for each, _ in others), [subject])
-        subject_location = next(filter(None, (location(each, root) for each in all_lines)), {})
-        places = (location(each, root, text) for each, text in others)
-        at = subject_location.get("physicalLocation")
-        related = [place for place in places if place and place["physicalLocation"] != at]
-        return {
-            "ruleId": _id(rule),
+    subject = _subject(result.subject)
+    for problem in problems(result):
+        lines = (problem.at, *(each for each, _ in problem.related), [subject])
+        place = next(filter(None, (location(each, root) for each in lines)), {})
+        at = place.get("physicalLocation")
+        others = (location(each, root, text) for each, text in problem.related)
+        related = [each for each in others if each and each["physicalLocation"] != at]
+        text = problem.head or problem.text
+        found = {
+            "ruleId": _id(problem.rule),
             "level": "error",
             "message": {"text": f"{result.subject}, {result.check} {result.variant}\n{text}"},
-            "locations": [subject_location],
+            "locations": [place],
             "relatedLocations": [{"id": number, **each} for number, each in enumerate(related, 1)],
         }
-
-    if isinstance(report, RaceReport):
-        for finding in report.findings:
-            signal = finding.signal
-            ends = (signal.written, signal.seen) if signal else ()
-            accesses = (finding.first, finding.second, *ends)
-            others = [(access.lines, str(access)) for access in accesses if access]
-            others += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
-            at = finding.change[0] if finding.change else finding.second.lines
-            yield make(f"races/{finding.kind}", str(finding), at, *others)
-        stories = {story.seed: story for story in report.stories}
-        for seed, text in report.errors:
-            rule = f"schedules/{text.partition(':')[0]}"
-            yield make(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
-    elif isinstance(report, ScheduleReport) and report.failure is not None:
-        told = report.failure.told
-        ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
-        flow = {"locations": [{"location": place} for place in ways if place]}
-        rule, end = f"schedules/{report.failure.kind}", _end(report.failure.text, told)
-        found = make(rule, report.failure.head, end)
-        yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
-    elif isinstance(report, LintReport):
-        for fault, text in zip(report.findings, report.texts(), strict=True):
-            yield make(f"lint/{fault.rule}", text, [fault.where, report.place])
-    else:
-        yield from (make(result.check, text, ()) for text in result.findings)
-
-
-def _end(text: str, story: Story) -> Lines:
-    """Return the lines where a run ended: at its exception, its endless wait, or its last known step."""
-    if isinstance(text, SourceText) and text.frames:
-        return [text]
-    # a wait for the end of a kernel ends only after the kernel's own wait
-    waits = sorted(story.blocked, key=lambda wait: wait.waiting_for.startswith("the end of kernel"))
-    ends = [*map(story.where, waits), *(step.lines for step in story.steps[::-1])]
-    return next(filter(None, ends), ())
+        if problem.head:  # a failure, and the steps of its shortest schedule
+            _, story, _ = problem.views[-1]
+            steps = story.steps[-MOST_STEPS:]
+            ways = (location(each.lines, root, f"{each.task} {each.text}") for each in steps)
+            if flow := [{"location": way} for way in ways if way]:
+                found["codeFlows"] = [{"threadFlows": [{"locations": flow}]}]
+        yield found
 
 
 def _id(rule: str) -> str:

@@ -15,8 +15,9 @@ from interlace.output.options import CommandOptions, arches, option, positive_in
 from interlace.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import BlockedWait
 from interlace.tools.targets import TARGETS
-from interlace_verify import RULES, Finding, LintReport, RaceReport, ScheduleReport
+from interlace_verify import RULES, Finding, ScheduleReport
 from interlace_verify.command import sarif
+from interlace_verify.command.problems import problems
 from interlace_verify.schedule_check.interleaving import Story
 from interlace_verify.shims.imports import SHIMS, installed
 from interlace_verify.suite import jobs as suite
@@ -265,30 +266,13 @@ def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None
 
 
 def panels(result: JobResult) -> Iterator[Panel]:
-    title, report = f"{result.subject.rpartition('::')[2]}, {result.variant}", result.report
-    if isinstance(report, RaceReport):
-        stories = {story.seed: story for story in report.stories}
-        for finding in report.findings:
-            view = view_of(f"seed {finding.seed}", stories[finding.seed], finding)
-            lines = (*(finding.first.lines if finding.first else ()), *finding.second.lines)
-            yield Panel(f"{finding.kind}: {title}", str(finding), [view], True, lines)
-        for seed, text in report.errors:
-            view, kind = view_of(f"seed {seed}", stories[seed]), text.partition(":")[0]
-            yield Panel(f"{kind}: {title}", f"seed {seed}: {text}", [view], True)
-    elif isinstance(report, ScheduleReport) and report.failure is not None:
-        failure = report.failure
-        views = [
-            view_of(f"before shrinking, {failure.found_switches} context switches", failure.found),
-            view_of(f"shrunk, {failure.switches} context switches", failure.told),
-        ]
-        text = str(report).partition("\nwith ")[0]  # the views show the rest
-        yield Panel(f"{failure.kind}: {result.check}, {title}", text, views, True)
-    elif isinstance(report, LintReport):
-        for fault, text in zip(report.findings, report.texts(), strict=True):
-            yield Panel(f"{fault.rule}: {title}", text, [], True, [fault.where])
-    else:
-        for text in result.findings:
-            yield Panel(f"{result.check}: {title}", text, [], True)
+    title = f"{result.subject.rpartition('::')[2]}, {result.variant}"
+    if isinstance(result.report, ScheduleReport):
+        title = f"{result.check}, {title}"
+    for problem in problems(result):
+        kind = problem.rule.rpartition("/")[2]
+        views = [view_of(*view) for view in problem.views]
+        yield Panel(f"{kind}: {title}", problem.text, views, True, problem.source)
 
 
 def view_of(title: str, story: Story, finding: Finding | None = None) -> PageView:

@@ -1,1 +1,1 @@
-"""Lint of compiled kernels."""
+"""Lint of compiled kernels, see docs/reference/lint.md."""

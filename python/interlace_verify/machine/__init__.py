@@ -1,1 +1,1 @@
-"""The machine that runs the PTX of a whole kernel: threads of a program, warps, shared memory."""
+"""The machine that runs the PTX of a whole kernel: threads, warps, memory. See docs/how-to/check/ptx.md."""

@@ -4,14 +4,15 @@ The last operand is a mask of the lanes that take part. ``machine.py`` waits unt
 Lanes with different masks form separate groups. Registers have the shape (warps, 32) here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from interlace_verify.ptx.arithmetic import REDUCTIONS
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.special import WARP, Threads, constant
-from interlace_verify.ptx.types import PREDICATE, TYPES, Array, ScalarType
+from interlace_verify.ptx.types import PREDICATE, TYPES, Array
 
 WARPS, builds = builders()
 _WORD = TYPES["b32"]
@@ -79,18 +80,9 @@ def _by_group(instruction: Instruction, action: Callable[[Threads], None]) -> Ac
     return run
 
 
-def _targets(
-    instruction: Instruction, kind: ScalarType
-) -> tuple[Callable[..., None], Callable[..., None] | None]:
-    """Return writers of the result and of the predicate after a '|', if there is one; for whole warps."""
-    names = [each.strip() for each in instruction.operands[0].split("|")]
-    writes: list[Callable[..., None]] = [
-        instruction.writer(name, of) for name, of in zip(names, (kind, PREDICATE), strict=False)
-    ]
-    return writes[0], (writes[1] if len(writes) > 1 else None)
+# -- forms: a mode, a type, and operands -----------------------------------------------------------
 
-
-_MODES: dict[str, Callable[[Array, Array], Array]] = {
+_SOURCES: dict[str, Callable[[Array, Array], Array]] = {
     "idx": lambda by, segment: (_LANE & segment) | (by & ~segment),
     "up": lambda by, segment: _LANE - by,
     "down": lambda by, segment: _LANE + by,
@@ -98,33 +90,19 @@ _MODES: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-@builds("shfl")
-def build_shuffle(instruction: Instruction) -> Action:
-    instruction.flag("sync")
-    mode = instruction.require("the mode", _MODES)
-    kind = instruction.take_type(("b32",))
-    instruction.finish(5)
-    move = _MODES[mode]
-    write, tell = _targets(instruction, kind)
-    reads = [instruction.reader(operand, kind) for operand in instruction.operands[1:4]]
-
-    def shuffle(threads: Threads) -> None:
-        value, by, limits = (of_warps(threads, read(threads)).astype(np.int64) for read in reads)
-        segment, clamp = limits >> 8 & 31, limits & 31
-        last = (_LANE & segment) | (clamp & ~segment & 31)
-        source = move(by & 31, segment)
-        inside = source >= last if mode == "up" else source <= last
-        source = np.where(inside, source, _LANE)
-        moved = np.take_along_axis(value, source, axis=1)
-        present = np.take_along_axis(_present_lanes(threads), source, axis=1)
-        if not present.all():
-            moved = np.where(present, moved, _NOBODYS)
-            _tell_of_absent(threads, source, ~present & _present_lanes(threads))
-        write(threads, moved.astype(np.uint32).ravel())
-        if tell is not None:
-            tell(threads, inside.ravel())
-
-    return _by_group(instruction, shuffle)
+def _shuffle(threads: Threads, mode: str, *operands: Array) -> tuple[Array, Array]:
+    value, by, limits = (each.astype(np.int64) for each in operands)
+    segment, clamp = limits >> 8 & 31, limits & 31
+    last = (_LANE & segment) | (clamp & ~segment & 31)
+    source = _SOURCES[mode](by & 31, segment)
+    inside = source >= last if mode == "up" else source <= last
+    source = np.where(inside, source, _LANE)
+    moved = np.take_along_axis(value, source, axis=1)
+    present = np.take_along_axis(_present_lanes(threads), source, axis=1)
+    if not present.all():
+        moved = np.where(present, moved, _NOBODYS)
+        _tell_of_absent(threads, source, ~present & _present_lanes(threads))
+    return moved.astype(np.uint32), inside
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
@@ -137,51 +115,76 @@ def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
         threads.session.hooks.left_open("absent lane", "shfl", problem, count=count)
 
 
-_VOTES = ("ballot", "all", "any", "uni")
+def _vote(threads: Threads, mode: str, predicate: Array) -> tuple[Array]:
+    present = _present_lanes(threads)
+    yes = predicate & present
+    some, unanimous = yes.any(axis=1), (yes == present).all(axis=1)
+    found = {"all": unanimous, "any": some, "uni": unanimous | ~some, "ballot": _ballot(yes)}
+    return (found[mode][:, None],)
 
 
-@builds("vote")
-def build_vote(instruction: Instruction) -> Action:
-    instruction.flag("sync")
-    form = instruction.require("the mode", _VOTES)
-    ballot = form == "ballot"
-    kind = instruction.take_type(("b32",) if ballot else ("pred",))
-    instruction.finish(3)
-    write = instruction.writer(instruction.operands[0], kind)
-    read = instruction.reader(instruction.operands[1], PREDICATE)
-
-    def vote(threads: Threads) -> None:
-        present = _present_lanes(threads)
-        yes = of_warps(threads, read(threads)) & present
-        some, unanimous = yes.any(axis=1), (yes == present).all(axis=1)
-        found = {"all": unanimous, "any": some, "uni": unanimous | ~some}
-        write(threads, np.repeat(_ballot(yes) if ballot else found[form], WARP))
-
-    return _by_group(instruction, vote)
-
-
-@builds("match")
-def build_match(instruction: Instruction) -> Action:
+def _match(threads: Threads, mode: str, value: Array) -> tuple[Array, ...]:
     """Find the lanes that have the same value; with ``.all``, all lanes or none."""
+    present = _present_lanes(threads)
+    same = (value[:, :, None] == value[:, None, :]) & present[:, None, :]
+    found = (same * _ONE).sum(axis=2, dtype=np.uint64).astype(np.uint32)
+    if mode != "all":
+        return (found,)
+    agree = found == _ballot(present)[:, None]
+    return np.where(agree, found, np.uint32(0)), agree
+
+
+def _elect(threads: Threads, mode: str) -> tuple[Array, Array]:
+    """Elect the lowest lane of those that take part."""
+    leader = _present_lanes(threads).argmax(axis=1)[:, None]
+    return leader.astype(np.uint32), leader == _LANE
+
+
+class LaneForm(NamedTuple):
+    """An instruction with operands of ``kinds`` and one of the modes in ``types``, which says its types.
+
+    ``kinds`` begin with the result's kind; "" stands for the instruction's type. ``function`` takes the
+    mode and the operands' bits, and returns the result and perhaps a predicate, for lanes or whole warps.
+    """
+
+    function: Callable[..., tuple[Array, ...]]
+    kinds: tuple[str, ...]
+    types: Mapping[str, tuple[str, ...]]
+
+
+FORMS = {
+    "shfl": LaneForm(_shuffle, ("", "", "", ""), dict.fromkeys(_SOURCES, ("b32",))),
+    "vote": LaneForm(
+        _vote, ("", "pred"), {"ballot": ("b32",), **dict.fromkeys(("all", "any", "uni"), ("pred",))}
+    ),
+    "match": LaneForm(_match, ("b32", ""), dict.fromkeys(("any", "all"), ("b32", "b64"))),
+    "elect": LaneForm(_elect, ("b32",), {}),
+}
+
+
+@builds(*FORMS)
+def build_form(instruction: Instruction) -> Action:
+    form = FORMS[instruction.mnemonic]
     instruction.flag("sync")
-    everybody = instruction.choose("any", "all") == "all"
-    kind = instruction.take_type(("b32", "b64"))
-    instruction.finish(3)
-    write, tell = _targets(instruction, _WORD)
-    read = instruction.reader(instruction.operands[1], kind)
+    mode = instruction.require("the mode", form.types) if form.types else ""
+    kind = instruction.take_type(form.types[mode]) if form.types else _WORD
+    instruction.finish(1 + len(form.kinds))
+    result, *kinds = (TYPES[each] if each else kind for each in form.kinds)
+    target, *sources = instruction.operands[:-1]
+    # after a '|' stands a predicate
+    writes = [
+        instruction.writer(name.strip(), of)
+        for name, of in zip(target.split("|"), (result, PREDICATE), strict=False)
+    ]
+    reads = [instruction.reader(*source) for source in zip(sources, kinds, strict=True)]
 
-    def match(threads: Threads) -> None:
-        value, present = of_warps(threads, read(threads)), _present_lanes(threads)
-        same = (value[:, :, None] == value[:, None, :]) & present[:, None, :]
-        found = (same * _ONE).sum(axis=2, dtype=np.uint64).astype(np.uint32)
-        if everybody:
-            agree = found == _ballot(present)[:, None]
-            found = np.where(agree, found, np.uint32(0))
-            if tell is not None:
-                tell(threads, agree.ravel())
-        write(threads, found.ravel())
+    def run(threads: Threads) -> None:
+        operands = [of_warps(threads, read(threads)) for read in reads]
+        results = form.function(threads, mode, *operands)
+        for write, bits in zip(writes, results, strict=False):
+            write(threads, np.broadcast_to(bits, (len(bits), WARP)).ravel())
 
-    return _by_group(instruction, match)
+    return _by_group(instruction, run)
 
 
 @builds("activemask")
@@ -190,22 +193,6 @@ def build_active_mask(instruction: Instruction) -> Action:
     instruction.finish(1)
     write = instruction.writer(instruction.operands[0], _WORD)
     return lambda threads: write(threads, np.repeat(_ballot(_present_lanes(threads)), WARP))
-
-
-@builds("elect")
-def build_election(instruction: Instruction) -> Action:
-    """Elect the lowest lane of those that take part."""
-    instruction.flag("sync")
-    instruction.finish(2)
-    write, tell = _targets(instruction, _WORD)
-
-    def elect(threads: Threads) -> None:
-        leader = _present_lanes(threads).argmax(axis=1)
-        write(threads, np.repeat(leader.astype(np.uint32), WARP))
-        if tell is not None:
-            tell(threads, (leader[:, None] == _LANE).ravel())
-
-    return _by_group(instruction, elect)
 
 
 @builds("redux")

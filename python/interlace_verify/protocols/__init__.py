@@ -1,1 +1,1 @@
-"""Protocols as state machines, and a complete search of their states."""
+"""Protocols as state machines, and a complete search of them, see docs/how-to/check/protocols.md."""

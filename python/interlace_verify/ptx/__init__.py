@@ -1,1 +1,1 @@
-"""PTX: its text, its types, and the effects of its instructions, with one file per kind."""
+"""PTX: its text, its types, the effects of its instructions. See docs/how-to/check/ptx.md."""

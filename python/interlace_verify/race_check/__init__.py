@@ -1,4 +1,4 @@
-"""Find unordered accesses by vector clocks.
+"""Find unordered accesses by vector clocks, see docs/how-to/check/races.md.
 
 ===========================  ===============================================================================
 ``agents.Agent``             an actor: its scope, its clock with a component per thread, and mirrors of it

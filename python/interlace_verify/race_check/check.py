@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,10 +31,9 @@ from interlace import launcher
 from interlace.runtime.compat.torch_modes import DispatchMode
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.choice import Rewrite, programs
-from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
-from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Scheduler
 from interlace.runtime.places.sim.scheduler.source_lines import (
     program_lines,
     task_lines,
@@ -44,7 +43,7 @@ from interlace.runtime.places.sim.scheduler.strategies import Task, for_seed
 from interlace_verify.lint_check.check import specialisation
 from interlace_verify.race_check import hints
 from interlace_verify.race_check.agents import Rules
-from interlace_verify.race_check.collector import At
+from interlace_verify.race_check.collector import Asked
 from interlace_verify.race_check.findings import (
     Access,
     Finding,
@@ -55,7 +54,7 @@ from interlace_verify.race_check.findings import (
 )
 from interlace_verify.race_check.happens_before import Detector
 from interlace_verify.schedule_check.check import (
-    poisoned_memory,
+    SimulatedRun,
     rare_collections,
     refused,
     seed_list,
@@ -147,9 +146,7 @@ class RaceTeller(Storyteller):
     same findings again (``asked``, see :class:`Collector`), with the step number of each access.
     """
 
-    def __init__(
-        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
-    ) -> None:
+    def __init__(self, seed: int, findings: Iterable[Finding], asked: Asked) -> None:
         super().__init__()
         self.detector = Detector(seed, asked=asked, step=lambda: self._count)
         accesses = [access for each in findings for access in (each.first, each.second)]
@@ -195,8 +192,6 @@ _OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
 BARRIER_SEEDS = 2  # seeds for which barriers are left out
 MOST_ATOMICS = 16  # lines of atomics that are tried
 
-Asked = Mapping[tuple[object, ...], At]
-
 
 def superfluous(
     lines: Iterable[SourceText],
@@ -225,11 +220,9 @@ def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
     """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel"."""
-    weak = (
-        {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
-        if asked
-        else {}
-    )
+    if not asked:
+        return {}
+    weak = {atomic.lines[0]: atomic for atomic in detector.weak_atomics if atomic.lines}
     accesses = [*weak.values()][:MOST_ATOMICS]
     other_accesses = [
         Detector(detector.seed, Rules(ordered=access.lines[0]), asked=asked) for access in accesses
@@ -301,8 +294,9 @@ def races(
     True
     """
     timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
-    chosen, run_programs = seed_list(seeds), programs(arch, rewrite)
-    on_rank = launcher.rank_function(fn, args, kwargs)
+    chosen, on_rank = seed_list(seeds), launcher.rank_function(fn, args, kwargs)
+    run_programs = programs(arch, rewrite)
+    simulated = SimulatedRun(on_rank, world_size, store_buffers, timeout, run_programs)
     found: dict[object, Finding] = {}
     launches: dict[object, Any] = {}
     errors: list[tuple[int, str]] = []
@@ -312,14 +306,12 @@ def races(
     reaches: dict[object, Reach] = {}
     events = 0
 
-    run = functools.partial(observed_run, on_rank, world_size, run_programs, store_buffers, timeout)
-
     def observe(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        return run(seed, Several(asked))
+        return observed_run(simulated, seed, Several(asked))
 
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
-        raised = run(seed, detector)
+        raised = observed_run(simulated, seed, detector)
         error = SourceText("")
         if raised is not None:
             problem = with_lines(raised)
@@ -398,29 +390,13 @@ def _form(error: str) -> str:
     return re.sub(r"\d+", "#", error)
 
 
-def observed_run(
-    on_rank: Callable[[Any], Any],
-    world_size: int,
-    made: Programs,
-    store_buffers: bool,
-    timeout: float,
-    seed: int,
-    observer: Any,
-) -> Exception | None:
+def observed_run(simulated: SimulatedRun, seed: int, observer: Any) -> Exception | None:
     """Run one schedule and return the exception that ended it, if any."""
-    scheduler = Scheduler(
-        seed,
-        strategy=for_seed(seed),
-        observer=observer,
-        store_buffers=store_buffers,
-        timeout=timeout,
-        quiet=QUIET_SECONDS,
-        programs=made,
-        on_bad_access=observer.on_bad_access,
-    )
+    watched = {"observer": observer, "on_bad_access": observer.on_bad_access}
+    scheduler = simulated.scheduler(seed, for_seed(seed), quiet=QUIET_SECONDS, **watched)
     try:
-        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, observer):
-            run_sim(on_rank, world_size, scheduler=scheduler)
+        with rare_collections(), TorchAccesses(scheduler, observer):
+            simulated.results(scheduler)
     except Exception as error:
         return error
     finally:

@@ -47,7 +47,8 @@ from interlace_verify.race_check.shadow import (
     ShadowSegment,
 )
 
-At = tuple[int, int]
+Asked = Mapping[tuple[object, ...], tuple[int, int]]
+"""The findings to look for, by key: the accesses before each, and the component that it conflicts with."""
 
 
 class PresentAccess(NamedTuple):
@@ -82,22 +83,15 @@ class Collector(Observer):
     number of the next step of a story, by which the accesses then differ.
     """
 
-    ordering: set[SourceText]
-    loads: set[SourceText]
-    received: set[SourceText]
     _acting: Agent
     _agent: Callable[[Task], Any]
 
     def __init__(
-        self,
-        seed: int,
-        rules: Rules,
-        asked: Mapping[tuple[object, ...], At] | None,
-        step: Callable[[], int] | None,
+        self, seed: int, rules: Rules, asked: Asked | None, step: Callable[[], int] | None
     ) -> None:
         self.seed, self.rules, self.events, self._step = seed, rules, 0, step
         self._missing = None if asked is None else dict(asked)
-        self.first_at: dict[tuple[object, ...], At] = {}
+        self.first_at: dict[tuple[object, ...], tuple[int, int]] = {}
         self._memory = ShadowMemory()
         self._agents: dict[object, Agent] = {}
         self._owners: list[Agent] = []  # by component
@@ -108,6 +102,10 @@ class Collector(Observer):
         self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain polls of plain stores
         self.found: dict[tuple[object, ...], Finding] = {}
         self.reaches: dict[tuple[object, ...], Reach] = {}
+        # lines of kernels: atomics and fences, loads, loads of values that another agent wrote since
+        # the launch, and barriers in programs whose threads are known
+        self.ordering, self.loads = set[SourceText](), set[SourceText]()
+        self.received, self.barriers = set[SourceText](), set[SourceText]()
 
     @property
     def done(self) -> bool:

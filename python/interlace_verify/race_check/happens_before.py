@@ -21,7 +21,7 @@ atomic. The outcome of the schedule does not matter. To find the reason, the det
 one of the ``Rules``: if the race is gone, that rule is the reason.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,23 +29,19 @@ import numpy as np
 import torch
 
 from interlace.runtime.core.accesses import Atomic, Handle, Lanes, Mask, Numbers, threads_of
-from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, join_clocks
 from interlace_verify.race_check.collector import (
-    At,
+    Asked,
     Collector,
     PresentAccess,
     does_of,
     stream_atomic,
 )
 from interlace_verify.race_check.shadow import WRITES, Conflict, KnownTimes, byte_ranges
-
-Conflicts = Iterable[Conflict]
-
 
 HandedOn = dict[tuple[Agent, int, int], Numbers]
 """The clocks that a word passes on, by the agent that released it, the scope, and the agent's thread."""
@@ -56,7 +52,7 @@ class Detector(Collector):
         self,
         seed: int,
         rules: Rules | None = None,
-        asked: Mapping[tuple[object, ...], At] | None = None,
+        asked: Asked | None = None,
         step: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(seed, rules or Rules(), asked, step)
@@ -69,10 +65,6 @@ class Detector(Collector):
         self._streams: dict[tuple[int, str], int] = {}
         self._changes = 0  # events except those that only read words
         self._looks: dict[object, Any] = {}  # the last read of a word, by reader
-        # lines of kernels: atomics and fences, loads, loads of values that another agent wrote since
-        # the launch, and barriers in programs whose threads are known
-        self.ordering, self.loads = set[SourceText](), set[SourceText]()
-        self.received, self.barriers = set[SourceText](), set[SourceText]()
 
     def _agent(self, task: Task) -> Agent:
         agent = self._tasks.get(task)
@@ -328,7 +320,7 @@ class Detector(Collector):
         multicast = self._by_multicast(atomic.pointers)
         known = self._known(agent, by)
         before = self._known(agent, by, multicast=True) if multicast else known
-        plain: Conflicts = segment.unordered_store(cells, before)
+        plain: Iterable[Conflict] = segment.unordered_store(cells, before)
         for each in plain if atomic.looks else ():  # possibly a signal
             self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:

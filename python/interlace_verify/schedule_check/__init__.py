@@ -1,1 +1,1 @@
-"""Run many interleavings of one function, and shorten the first that fails."""
+"""Run many interleavings, and shorten the first that fails. See docs/how-to/check/schedules.md."""

@@ -27,9 +27,19 @@ from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError
 from interlace.runtime.places.sim.choice import programs
 from interlace.runtime.places.sim.place import run_sim
-from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import (
+    QUIET_SECONDS,
+    Programs,
+    Scheduler,
+    interpret,
+)
 from interlace.runtime.places.sim.scheduler.source_lines import with_lines
-from interlace.runtime.places.sim.scheduler.strategies import Replay, ScheduleSegment, for_seed
+from interlace.runtime.places.sim.scheduler.strategies import (
+    Replay,
+    ScheduleSegment,
+    Strategy,
+    for_seed,
+)
 from interlace_verify.schedule_check import parallel
 from interlace_verify.schedule_check.interleaving import Story, Storyteller
 
@@ -87,6 +97,28 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+RUN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A function on ranks, to run in one schedule after another, and the options of these runs."""
+
+    on_rank: Callable[[Any], Any]
+    world_size: int
+    store_buffers: bool = False
+    timeout: float = RUN_SECONDS
+    programs: Programs = interpret
+
+    def scheduler(self, seed: int, strategy: Strategy, **watched: Any) -> Scheduler:
+        options = {"timeout": self.timeout, "programs": self.programs, **watched}
+        return Scheduler(seed, strategy=strategy, store_buffers=self.store_buffers, **options)
+
+    def results(self, scheduler: Scheduler) -> list[Any]:
+        with poisoned_memory():
+            return run_sim(self.on_rank, self.world_size, scheduler=scheduler)
+
+
 DEEPEST = 50
 
 
@@ -138,7 +170,6 @@ def _tensor_bytes(value: torch.Tensor) -> bytes:
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0
-RUN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -278,7 +309,8 @@ def schedules(
         raise TypeError(f"check must be callable, got {type(check).__name__}")
     chosen = seed_list(n if seeds is None else seeds)
     on_rank = launcher.rank_function(fn, args, kwargs)
-    trial = Trial(on_rank, world_size, store_buffers, check, timeout, programs(arch))
+    simulated = SimulatedRun(on_rank, world_size, store_buffers, timeout, programs(arch))
+    trial = Trial(simulated, check)
     begin = time.monotonic()
     with rare_collections():
         first_outcome = trial.run(chosen[0], tell=True)
@@ -332,12 +364,8 @@ class TrialResult:
 class Trial:
     """A run to repeat in each schedule. ``expected``: the digest of right results, None to accept any."""
 
-    on_rank: Callable[[Any], Any]
-    world_size: int
-    store_buffers: bool
+    simulated: SimulatedRun
     check: Callable[[list[Any]], Any] | None
-    timeout: float
-    programs: Programs
     expected: str | None = None
 
     def run(
@@ -346,19 +374,11 @@ class Trial:
         """Run the schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
         strategy = for_seed(seed) if segments is None else Replay(segments)
         teller = Storyteller()
-        scheduler = Scheduler(
-            seed,
-            strategy=strategy,
-            store_buffers=self.store_buffers,
-            observer=teller if tell else None,
-            timeout=self.timeout,
-            quiet=QUIET_SECONDS,
-            programs=self.programs,
-        )
+        observer = teller if tell else None
+        scheduler = self.simulated.scheduler(seed, strategy, observer=observer, quiet=QUIET_SECONDS)
         error, digest, refusal = None, "", None
         try:
-            with poisoned_memory():
-                results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
+            results = self.simulated.results(scheduler)
             digest = digest_of(results)
             if self.check is not None:
                 self.check(results)
@@ -441,12 +461,5 @@ def replay(
     """
     timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
     on_rank = launcher.rank_function(fn, args, kwargs)
-    scheduler = Scheduler(
-        seed,
-        strategy=Replay(segments),
-        store_buffers=store_buffers,
-        timeout=timeout,
-        programs=programs(arch),
-    )
-    with poisoned_memory():
-        return run_sim(on_rank, world_size, scheduler=scheduler)
+    simulated = SimulatedRun(on_rank, world_size, store_buffers, timeout, programs(arch))
+    return simulated.results(simulated.scheduler(seed, Replay(segments)))

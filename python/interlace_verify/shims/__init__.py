@@ -6,7 +6,8 @@ A file that imports Iris, Triton-distributed or torch's NVSHMEM functions is che
 
 or, in a test, loaded and run within :func:`installed`. A shim has the real device functions' signatures.
 Each function has the documented effect of the real one on memory: the stores, and the order of these
-stores. Its docstring states this order, and the table states the source.
+stores. Its docstring states this order, and the table states the source. The page of the shims is
+docs/how-to/check/peers.md.
 
 =============  =====================================================  ==============================
 name           modules that it replaces                               source

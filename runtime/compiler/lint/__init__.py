@@ -1,1 +1,1 @@
-"""Rules over the text of compiled kernels: parsers of Triton IR, PTX and SASS."""
+"""Rules over the text of compiled kernels (Triton IR, PTX, SASS), see docs/reference/lint.md."""

@@ -21,6 +21,9 @@ ROOT = pathlib.Path(__file__).parents[3]
 START = ROOT / "docs/tutorials/first-race.md"
 LINT, SUITE = ROOT / "docs/reference/lint.md", ROOT / "docs/explanation/checks.md"
 PAGES = [START, LINT, SUITE, *sorted((ROOT / "docs/how-to/check").glob("*.md"))]
+LABORATORY = ROOT / "python/interlace_verify"
+FOLDERS = sorted(each.parent for each in LABORATORY.glob("*/__init__.py"))
+FOLDERS += [ROOT / "python/interlace_pytest", ROOT / "runtime/compiler/lint"]
 COMMAND = re.compile(r"python -m interlace ([^`#\n]+)")
 RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
 
@@ -54,6 +57,12 @@ def test_names_and_rules_are_those_of_the_module() -> None:
     for name in set(re.findall(r"\bverify\.(?!md\b)(\w+)", text)):
         assert hasattr(verify, name), name
     assert RULES_BEGIN + rules_table() + RULES_END in LINT.read_text()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_every_folder_of_checks_names_its_page(folder: pathlib.Path) -> None:
+    pages = re.findall(r"docs/[\w/-]+\.md", (folder / "__init__.py").read_text())
+    assert len(pages) == 1 and ROOT / pages[0] in PAGES
 
 
 def test_every_mutant_has_a_row_and_a_check() -> None:
