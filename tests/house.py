@@ -372,15 +372,23 @@ def graph_text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _rows(names: list[str]) -> list[list[str]]:
+    """Rows of at most four names, of nearly equal lengths."""
+    count = -(-len(names) // 4)
+    return [names[number::count] for number in range(count)]
+
+
 def drawing() -> str:
     """Draw the graphs as an SVG: arrows point to the needed folders, and the lowest folders need none."""
-    width, high, wide, top, parts, places = 900, 30, 152, 20, [], {}
+    width, high, wide, top, parts, places = 480, 28, 117, 20, [], {}
     for title, graph in reversed(floors().items()):
         depths: dict[str, int] = {}
         for name in sorted(graph, key=lambda name: len(_all(graph, name))):
             depths[name] = 1 + max((depths[each] for each in graph[name]), default=-1)
         rows = [
-            sorted(n for n in depths if depths[n] == d) for d in range(max(depths.values()) + 1)
+            row
+            for depth in range(max(depths.values()) + 1)
+            for row in _rows(sorted(name for name in depths if depths[name] == depth))
         ]
         parts.append(f'<text x="10" y="{top + 12}" class="title">{title}/</text>')
         for row in reversed(rows):
@@ -399,14 +407,14 @@ def drawing() -> str:
             parts.append(
                 f'<rect x="{x - wide / 2:.0f}" y="{y}" width="{wide}" height="{high}" rx="5"/>'
             )
-            parts.append(f'<text x="{x:.0f}" y="{y + 20}" text-anchor="middle">{name}</text>')
+            parts.append(f'<text x="{x:.0f}" y="{y + 18}" text-anchor="middle">{name}</text>')
         top += high + 40
     style = (
-        "text{font:14px sans-serif;fill:#223}.title{font-weight:bold;fill:#888}"
+        "text{font:12px sans-serif;fill:#223}.title{font-weight:bold;fill:#888}"
         "rect{fill:#eef3fb;stroke:#5b7db1}path{fill:none;stroke:#78a}.far{stroke-dasharray:4}"
         "@media(prefers-color-scheme:dark){text{fill:#dde}rect{fill:#2b303c}path{stroke:#9ab}}"
     )
-    size = f'viewBox="0 0 {width} {top}" width="{width}" height="{top}"'
+    size = f'viewBox="0 0 {width} {top}" width="{width * 1.25:.0f}" height="{top * 1.25:.0f}"'
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'

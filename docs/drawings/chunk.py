@@ -12,7 +12,7 @@ from interlace.runtime.places.sim.scheduler import recording as trace
 from interlace.runtime.places.sim.scheduler.recording import TICKS, RecordedSpan, merge
 from interlace.runtime.tuning import configuration
 
-LEFT, WIDTH, TOP, LANE = 150, 640, 34, 52
+LEFT, WIDTH, TOP, LANE = 126, 344, 34, 52
 LANES = ("rank 0, program 0", "memory of rank 1", "rank 1, program 1", "rank 1, stream")
 
 
@@ -50,11 +50,9 @@ def chunk() -> str:
     def x(time: int) -> float:
         return LEFT + WIDTH * (time - begin) / (end - begin)
 
-    drawing = Drawing(
-        820, TOP + 4 * LANE + 168, "The life of a chunk, from its store to its last use"
-    )
+    drawing = Drawing(TOP + 4 * LANE + 208, "The life of a chunk, from its store to its last use")
     for lane, name in enumerate(LANES):
-        drawing.text(LEFT - 12, TOP + LANE * lane + 22, name, "small", "end")
+        drawing.text(LEFT - 8, TOP + LANE * lane + 22, name, "small", "end")
         drawing.line(LEFT, TOP + LANE * lane + 17, LEFT + WIDTH, TOP + LANE * lane + 17)
     bars = (
         (0, credit, "wait box", ""), (0, copy, "rank0", ""),
@@ -86,7 +84,7 @@ def chunk() -> str:
         (finish.start, 3),
     )  # fmt: skip
     for number, (time, lane) in enumerate(marks, 1):
-        centre = x(time) + (22 if number == 5 else 9), TOP + LANE * lane - 6
+        centre = x(time) + (20 if number == 5 else 9), TOP + LANE * lane - 6
         drawing.add(f'<circle cx="{centre[0]:.1f}" cy="{centre[1]:.1f}" r="8" class="solid"/>')
         drawing.text(centre[0], centre[1] + 4, str(number), "small on", "middle")
 
@@ -101,9 +99,9 @@ def chunk() -> str:
         f"{steps(used)}: loads that depend on the wait, and the matmul",
         f"{steps(finish)}: finish: the credit for the next op; from now on the memory may be written again",
     )
+    y = TOP + 4 * LANE + 22
     for number, text in enumerate(lines, 1):
-        y = TOP + 4 * LANE + 4 + 24 * number
-        drawing.add(f'<circle cx="30" cy="{y - 4}" r="8" class="solid"/>')
-        drawing.text(30, y, str(number), "small on", "middle")
-        drawing.text(48, y, text, "small")
+        drawing.add(f'<circle cx="20" cy="{y - 4}" r="8" class="solid"/>')
+        drawing.text(20, y, str(number), "small on", "middle")
+        y += 7 + drawing.paragraph(36, y, text, columns=72)
     return drawing.markup()

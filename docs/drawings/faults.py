@@ -20,7 +20,7 @@ KINDS = (
     "a forked",
     "going on",
 )
-LEFT, WIDTH, TOP, LINE, LEAST, MOST = 216, 560, 30, 26, 0.3, 10_000
+LEFT, WIDTH, TOP, LINE, LEAST, MOST = 196, 258, 52, 26, 0.3, 10_000
 
 
 def x(milliseconds: float) -> float:
@@ -34,16 +34,15 @@ def faults() -> str:
         if fault.startswith(KINDS):
             found.setdefault(fault, {})[place] = float(median), float(most)
     height = TOP + LINE * len(found)
-    drawing = Drawing(820, height + 40, "Milliseconds from a fault to the errors of all ranks")
+    drawing = Drawing(height + 26, "Milliseconds from a fault to the errors of all ranks")
     for index, place in enumerate(("shm", "hosts")):
-        drawing.rect(LEFT + 90 * index, 4, 12, 12, f"rank{index}", 2)
-        drawing.text(LEFT + 18 + 90 * index, 15, place, "small")
-    drawing.text(
-        LEFT + 190, 15, "a dot: the median; the end of the line: the longest", "small faint"
-    )
+        drawing.legend(10 + 60 * index, 4, place, f"rank{index}")
+    drawing.text(150, 15, "a dot: the median; the end of the line: the longest", "small faint")
+    drawing.text(LEFT - 10, TOP - 8, "milliseconds:", "small faint", "end")
     for power in range(5):
         drawing.line(x(10**power), TOP, x(10**power), height)
-        drawing.text(x(10**power), height + 18, f"{10**power:,} ms", "small faint", "middle")
+        for end in (TOP - 8, height + 18):
+            drawing.text(x(10**power), end, f"{10**power:,}", "small faint", "middle")
     for number, (fault, places) in enumerate(found.items()):
         middle = TOP + LINE * (number + 0.5)
         drawing.text(LEFT - 10, middle + 4, fault, "small", "end")

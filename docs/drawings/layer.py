@@ -14,7 +14,7 @@ from drawings.svg import ANIMATED, Drawing
 
 TOKENS, FEATURES, HIDDEN, RANKS = 8192, 8192, 28672, 8
 SHOWN = 8  # every so many programs
-LEFT, WIDTH, ROW = 64, 690, 5
+LEFT, WIDTH, ROW = 36, 434, 5
 
 
 def layer() -> str:
@@ -28,14 +28,12 @@ def layer() -> str:
     fused = [predict(machine, op, "fused", log=log) for op, log in zip(ops, logs, strict=True)]
     whole = sum(each.microseconds for each in alone)
     scale = WIDTH / whole
-    drawing = Drawing(820, 380, "A layer unfused and fused, on one axis of time", ANIMATED)
-    for rank in range(RANKS):
-        drawing.rect(LEFT + 152 + 24 * rank, 8, 12, 12, f"rank{rank}", 2)
+    drawing = Drawing(424, "A layer unfused and fused, on one axis of time", ANIMATED)
     drawing.text(LEFT, 19, "rows of ranks 0 to 7:", "small faint")
-    drawing.text(LEFT + 365, 19, "waiting", "small faint")
-    drawing.rect(LEFT + 346, 8, 12, 12, "wait", 2)
-    drawing.text(LEFT + 440, 19, "sum over ranks", "small faint")
-    drawing.rect(LEFT + 421, 8, 12, 12, "sum", 2)
+    for rank in range(RANKS):
+        drawing.rect(LEFT + 126 + 14 * rank, 8, 12, 12, f"rank{rank}", 2)
+    drawing.legend(LEFT + 252, 8, "waiting", "wait")
+    drawing.legend(LEFT + 326, 8, "sum over ranks", "sum")
 
     drawing.text(LEFT, 48, "Unfused: communication, then computation", "bold")
     drawing.text(LEFT, 188, "Fused: communication inside computation", "bold")
@@ -73,22 +71,24 @@ def layer() -> str:
         for prediction in each:
             end = at + scale * prediction.microseconds
             drawing.line(end, top - 3, end, top + 9)
-            op = "" if each is alone else prediction.shape.op + ", "
-            text = f"{op}{prediction.microseconds:,.0f} us"
-            drawing.text((at + end) / 2, top + 14, text, "small faint", "middle")
+            lines = [f"{prediction.microseconds:,.0f} us"]
+            if each is fused:
+                lines.insert(0, prediction.shape.op)
+            for number, line in enumerate(lines):
+                drawing.text((at + end) / 2, top + 14 + 16 * number, line, "small faint", "middle")
             at = end
     gained = whole / sum(each.microseconds for each in fused)
-    drawing.text(at + 12, 266, f"{gained:.2f} times", "bold")
-    drawing.text(at + 12, 284, "as fast", "bold")
-    for line, text in enumerate(
-        (
-            f"One of 8 H100; {TOKENS} tokens, {FEATURES} features, hidden size {HIDDEN}, bf16. A chunk is "
-            "multiplied as soon as it is there,",
-            "and a tile leaves as soon as it is done. Predicted by the model of benchmarks/predict.py, not "
-            "measured.",
-        )
-    ):
-        drawing.text(LEFT, 350 + 18 * line, text, "small faint")
+    for number, line in enumerate((f"{gained:.2f}", "times", "as fast")):
+        drawing.text(at + 6, 248 + 18 * number, line, "bold")
+    drawing.paragraph(
+        LEFT,
+        366,
+        f"One of 8 H100; {TOKENS} tokens, {FEATURES} features, hidden size {HIDDEN}, bf16. A chunk is "
+        "multiplied as soon as it arrives. A tile leaves as soon as it is finished. The model of "
+        "benchmarks/predict.py predicts these times; nothing is measured.",
+        "small faint",
+        columns=66,
+    )
     return drawing.markup()
 
 

@@ -11,7 +11,7 @@ OPS = {
     "matmul_reduce_scatter": ((M, K // RANKS), (K // RANKS, N)),
     "matmul_all_reduce": ((M, K // RANKS), (K // RANKS, N)),
 }
-TOP, ROW, SCALE = 26, 128, 1.5
+LEFT, TOP, ROW, SCALE = 20, 26, 150, 1.5
 
 
 def _shapes(op: str, input: tuple[int, int], weight: tuple[int, int]) -> tuple[int, int]:
@@ -20,20 +20,17 @@ def _shapes(op: str, input: tuple[int, int], weight: tuple[int, int]) -> tuple[i
 
 
 def ops() -> str:
-    drawing = Drawing(
-        820, TOP + ROW * len(OPS) + 14, "Whose part of input, weight and output each op has"
-    )
+    drawing = Drawing(TOP + ROW * len(OPS), "Whose part of input, weight and output each op has")
     for rank in range(RANKS):
-        drawing.rect(230 + 90 * rank, 4, 12, 12, f"rank{rank}", 2)
-        drawing.text(248 + 90 * rank, 15, f"of rank {rank}", "small")
-    drawing.rect(230 + 90 * RANKS, 4, 12, 12, "sum", 2)
-    drawing.text(248 + 90 * RANKS, 15, "on all ranks", "small")
+        drawing.legend(LEFT + 84 * rank, 4, f"of rank {rank}", f"rank{rank}")
+    drawing.legend(LEFT + 84 * RANKS, 4, "on all ranks", "sum")
     for number, (op, (input, weight)) in enumerate(OPS.items()):
-        middle = TOP + ROW * (number + 0.5)
+        middle = TOP + ROW * (number + 0.5) + 6
         output = interlace.run(_shapes, RANKS, op, input, weight, place="sim")[0]
-        drawing.text(6, middle + 5, op, "mono")
+        summed = "" if op == "all_gather_matmul" else ": summed over ranks"
+        drawing.text(LEFT, middle - 58, op + summed, "mono")
         parts = (("input", (M, K), input), ("weight", (K, N), weight), ("output", (M, N), output))
-        left = 230.0
+        left = float(LEFT)
         for (name, whole, part), sign in zip(parts, ("@", "=", ""), strict=True):
             height, width = (SCALE * length for length in whole)
             _matrix(drawing, left, middle - height / 2, whole, part)
@@ -41,8 +38,6 @@ def ops() -> str:
             drawing.text(left + width / 2, middle + height / 2 + 14, shape, "small faint", "middle")
             drawing.text(left + width + 28, middle + 5, sign, "bold", "middle")
             left += width + 56
-        if op != "all_gather_matmul":
-            drawing.text(left - 40, middle + 5, "summed over ranks", "small faint")
     return drawing.markup()
 
 

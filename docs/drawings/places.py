@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from drawings.svg import Drawing, wrapped
+from drawings.svg import Drawing
 
 PAGE = Path(__file__).resolve().parents[1] / "explanation/places.md"
-LEFT, WIDTH, GAP = 10, 940, 8
+LEFT, WIDTH, FLOOR, PLACE = 8, 464, 100, 98
 
 
 def rows() -> list[list[str]]:
@@ -19,7 +19,11 @@ def rows() -> list[list[str]]:
 
 
 def places() -> str:
-    drawing = Drawing(960, 500, "Three layers of one source, and the places in which it runs")
+    every = rows()
+    bottom = 10 + 3 * FLOOR
+    drawing = Drawing(
+        bottom + PLACE * len(every), "Three layers of one source, and the places in which it runs"
+    )
     floors = (
         ("python/interlace", "what you import", (
             "fused ops, collectives", "nn, tensor", "torch backend", "torch.compile", "verify, bench, tune",
@@ -32,35 +36,27 @@ def places() -> str:
         )),
     )  # fmt: skip
     for number, (folder, where, rooms) in enumerate(floors):
-        top = 10 + 72 * number
-        drawing.rect(LEFT, top, WIDTH, 56, "box", 6)
-        drawing.text(LEFT + 14, top + 25, folder, "bold")
-        drawing.text(LEFT + 14, top + 43, where, "small faint")
-        for index, room in enumerate(rooms):
-            left = LEFT + 160 + 156 * index
-            drawing.rect(left, top + 13, 144, 30, "room", 4)
-            drawing.text(left + 72, top + 32, room, "small on", "middle")
-        if number:
-            drawing.arrow(LEFT + 70, top - 16, LEFT + 70, top)
-    every = rows()
-    width = (WIDTH - GAP * (len(every) - 1)) / len(every)
-    for index, (place, ranks, kernels, _, works) in enumerate(every):
-        left = LEFT + (width + GAP) * index
-        middle = left + width / 2
-        drawing.arrow(middle, 210, middle, 234)
-        name, _, rest = place.partition(",")
+        top = 10 + FLOOR * number
+        drawing.rect(LEFT, top, WIDTH, FLOOR - 16, "box", 6)
+        drawing.text(LEFT + 12, top + 20, folder, "bold")
+        drawing.text(LEFT + 12, top + 38, where, "small faint")
+        for index, room in enumerate(rooms, 1):  # the first two rooms are on the right
+            row, column = divmod(index, 3)
+            left = LEFT + 10 + 150 * column
+            drawing.rect(left, top + 10 + 36 * row, 144, 28, "room", 4)
+            drawing.text(left + 72, top + 28 + 36 * row, room, "small on", "middle")
+        drawing.arrow(LEFT + 232, top + FLOOR - 16, LEFT + 232, top + FLOOR)
+    for number, (place, ranks, kernels, _, works) in enumerate(every):
+        top = bottom + PLACE * number
         today = works == "yes"
-        drawing.rect(left, 234, width, 256, "box" if today else "box later", 6)
-        drawing.text(left + 10, 256, name, "bold")
-        if rest:
-            for line, top in zip(wrapped(rest.strip(), 17), (273, 288), strict=False):
-                drawing.text(left + 10, top, line, "small faint")
-        top = 311
-        for head, text in (("ranks are", ranks), ("kernels run", kernels)):
-            drawing.text(left + 10, top, head, "small faint")
-            for line in wrapped(text, 15):
-                top += 15
-                drawing.text(left + 10, top, line, "small")
-            top += 22
-        drawing.text(left + 10, 480, "runs" if today else "not yet run", "small bold")
+        drawing.rect(LEFT, top, WIDTH, PLACE - 8, "box" if today else "box later", 6)
+        name, _, rest = place.partition(",")
+        drawing.text(LEFT + 12, top + 20, name, "bold")
+        drawing.paragraph(LEFT + 12, top + 36, rest.strip(), "small faint", 14)
+        drawing.text(
+            LEFT + WIDTH - 10, top + 20, "runs" if today else "not yet run", "small bold", "end"
+        )
+        line = top + 20
+        for title, text in (("ranks are ", ranks), ("kernels run ", kernels)):
+            line += drawing.paragraph(LEFT + 104, line, title + text, "small", 44)
     return drawing.markup()

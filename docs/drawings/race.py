@@ -10,7 +10,7 @@ from interlace import verify
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples/one_shot_all_reduce.py"
 MEETING = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
-LEFT, TOP, LANE = 70, 30, 84
+LEFT, TOP, LANE = 50, 44, 98
 
 
 def finding() -> verify.Finding:
@@ -29,16 +29,16 @@ def finding() -> verify.Finding:
 
 def race() -> str:
     found = finding()
-    drawing = Drawing(820, 270, "Two accesses that nothing orders")
-    launches = ((LEFT, 400, "launch 1"), (LEFT + 410, 330, "launch 2"))
+    drawing = Drawing(320, "Two accesses that nothing orders")
+    launches = ((LEFT, 282, "launch 1"), (LEFT + 296, 118, "launch 2"))
     reader, writer = (
         (each.rank, each.lines[0].partition(" ")[0]) for each in (found.first, found.second)
     )
     steps = {
-        reader[0]: ((0, 70, "store"), (90, 60, "meet"), (170, 66, "load own"), (324, 66, "load")),
+        reader[0]: ((0, 44, "store"), (54, 44, "meet"), (108, 62, "load own"), (232, 50, "load")),
         writer[0]: (
-            (0, 70, "store"), (90, 60, "meet"), (170, 66, "load"), (242, 66, "load own"),
-            (420, 70, "store"),
+            (0, 44, "store"), (54, 44, "meet"), (108, 50, "load"), (164, 62, "load own"),
+            (306, 50, "store"),
         ),
     }  # fmt: skip
     for left, width, name in launches:
@@ -57,8 +57,8 @@ def race() -> str:
             style = "small" if name == "meet" else "small on"
             drawing.text(LEFT + left + width / 2, top + 20, name, style, "middle")
     between = TOP + 8 + 30, TOP + 8 + LANE
-    for left in (112, 128):  # each meeting orders both ways
-        start, end = between if left == 112 else reversed(between)
+    for left in (68, 84):  # each meeting orders both ways
+        start, end = between if left == 68 else reversed(between)
         drawing.arrow(LEFT + left, start, LEFT + left, end)
     rows = {rank: TOP + 8 + LANE * rank for rank in steps}
     high, low = (
@@ -66,15 +66,12 @@ def race() -> str:
         if reader[0] < writer[0]
         else (rows[reader[0]], rows[writer[0]] + 30)
     )
-    drawing.add(f'<path d="M{LEFT + 360} {high} L{LEFT + 452} {low}" class="missing"/>')
-    drawing.text(LEFT + 430, (high + low) / 2 - 6, "nothing orders these", "small bad")
-    drawing.text(LEFT + 400, rows[reader[0]] + 20, f"loads at {reader[1]}", "mono bad")
-    drawing.text(LEFT + 500, rows[writer[0]] + 20, f"stores at {writer[1]}", "mono bad")
-    for line, text in enumerate(
-        (
-            f"{found.kind}: {verify.KINDS[found.kind]}",
-            f"on {found.memory}, byte {found.offset}, {found.count} elements; seed {found.seed}",
-        )
-    ):
-        drawing.text(LEFT, 226 + 20 * line, text, "small")
+    drawing.add(f'<path d="M{LEFT + 257} {high} L{LEFT + 331} {low}" class="missing"/>')
+    drawing.text(LEFT + 302, (high + low) / 2, "nothing orders these", "small bad")
+    drawing.text(LEFT + 288, rows[reader[0]] + 20, f"loads at {reader[1]}", "small bad")
+    drawing.text(LEFT + 258, rows[writer[0]] + 46, f"stores at {writer[1]}", "small bad")
+    top = TOP + 2 * LANE + 8
+    top += drawing.paragraph(LEFT, top, f"{found.kind}: {verify.KINDS[found.kind]}", columns=66)
+    at = f"on {found.memory}, byte {found.offset}, {found.count} elements; seed {found.seed}"
+    drawing.paragraph(LEFT, top, at, columns=66)
     return drawing.markup()

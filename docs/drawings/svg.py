@@ -3,6 +3,10 @@
 import re
 from html import escape
 
+# A phone shows a picture 360 pixels wide: text of 12 units then has 9 pixels.
+WIDTH = 480
+LEADING = 17
+ZOOM = 1.25  # where the page has room
 RANKS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#d4ac2b", "#9d755d")
 STYLE = """
 svg {
@@ -35,13 +39,13 @@ NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 class Drawing:
-    """``width`` x ``height`` units; a unit is a pixel where the page has room."""
+    """``WIDTH`` x ``height`` units."""
 
-    def __init__(self, width: int, height: int, title: str, style: str = "") -> None:
+    def __init__(self, height: int, title: str, style: str = "") -> None:
         colours = " ".join(f".rank{n} {{ fill: {colour} }}" for n, colour in enumerate(RANKS))
         self._parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{ZOOM * WIDTH:.0f}" height="{ZOOM * height:.0f}" role="img">',
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}{colours}\n{style}</style>",
         ]
@@ -64,6 +68,20 @@ class Drawing:
             "" if anchor == "start" else f' text-anchor="{anchor}"'
         )
         self.add(f'<text {where} class="{kind}">{escape(text)}</text>')
+
+    def paragraph(
+        self, x: float, y: float, text: str, kind: str = "small", columns: int = 74
+    ) -> int:
+        """Write ``text`` in lines of at most ``columns`` characters; return the height."""
+        lines = wrapped(text, columns)
+        for number, line in enumerate(lines):
+            self.text(x, y + LEADING * number, line, kind)
+        return LEADING * len(lines)
+
+    def legend(self, x: float, y: float, entry: str, kind: str) -> None:
+        """A square in the colour of ``kind``, and what it means."""
+        self.rect(x, y, 12, 12, kind, 2)
+        self.text(x + 18, y + 11, entry, "small faint")
 
     def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
         self.add(f'<path d="M{x:.1f} {y:.1f} L{to_x:.1f} {to_y:.1f}" class="rule"/>')

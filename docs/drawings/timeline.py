@@ -11,7 +11,7 @@ NAMES = {
     "unfused": "interlace, unfused",
     "pipelined": "interlace, pipelined",
 }
-LEFT, WIDTH, TOP, ROW, GROUP = 70, 720, 56, 24, 92
+LEFT, WIDTH, TOP, ROW, GROUP = 54, 416, 76, 24, 92
 
 
 def timeline() -> str:
@@ -19,16 +19,14 @@ def timeline() -> str:
     measured = json.loads(file.read_text())
     shape, ways = measured["shape"], measured["ways"]
     scale = WIDTH / max(way["microseconds"] for way in ways.values())
-    drawing = Drawing(
-        820, TOP + GROUP * len(ways) + 44, "A matmul with its all-gather, as measured"
-    )
+    drawing = Drawing(TOP + GROUP * len(ways) + 72, "A matmul with its all-gather, as measured")
     legend = {
         "plain": "gather or copy", "solid": "matmul of all rows", "rank0": "of rows of rank 0",
         "rank1": "of rows of rank 1", "wait": "anything else",
     }  # fmt: skip
     for number, (kind, name) in enumerate(legend.items()):
-        drawing.rect(LEFT + 146 * number, 8, 12, 12, kind, 2)
-        drawing.text(LEFT + 18 + 146 * number, 19, name, "small faint")
+        row, column = divmod(number, 3)
+        drawing.legend(LEFT + 142 * column, 8 + 20 * row, name, kind)
     for top, (name, way) in zip(range(TOP, 1000, GROUP), ways.items(), strict=False):
         drawing.text(LEFT, top - 6, f"{NAMES[name]}: {way['microseconds'] / 1e3:.2f} ms", "bold")
         for rank, steps in enumerate(way["steps"]):
@@ -42,11 +40,13 @@ def timeline() -> str:
                     kind = f"rank{(rank + matmuls.index(step)) % shape['ranks']}"
                 style = {"matmul": "solid", "copy": "plain", "gather": "plain"}.get(kind, kind)
                 drawing.rect(LEFT + scale * begin, row, scale * (end - begin) - 0.5, ROW, style)
-    lines = (
+    drawing.paragraph(
+        LEFT,
+        TOP + GROUP * len(ways) + 12,
         f"{shape['m']} x {shape['k']} times {shape['k']} x {shape['n']}, {shape['dtype']}, "
-        f"on {measured['cores']} cores of an {measured['cpu']}, {measured['date']}.",
-        f"Recorded by torch.profiler, which costs time itself: {measured['protocol']}.",
+        f"on {measured['cores']} cores of an {measured['cpu']}, {measured['date']}. "
+        f"torch.profiler recorded this, which costs time itself: {measured['protocol']}.",
+        "small faint",
+        columns=70,
     )
-    for number, line in enumerate(lines):
-        drawing.text(LEFT, TOP + GROUP * len(ways) + 12 + 18 * number, line, "small faint")
     return drawing.markup()

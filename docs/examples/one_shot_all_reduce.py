@@ -75,12 +75,12 @@ def meet(pads_ptr, rank, WORLD_SIZE: tl.constexpr):
     tl.debug_barrier()
     pads = pads_ptr.to(tl.pointer_type(tl.int64))
     peers = tl.arange(0, WORLD_SIZE)
-    theirs = tl.load(pads + peers).to(tl.pointer_type(tl.int32))
-    own = tl.load(pads + rank).to(tl.pointer_type(tl.int32))
+    peer_pads = tl.load(pads + peers).to(tl.pointer_type(tl.int32))
+    rank_pads = tl.load(pads + rank).to(tl.pointer_type(tl.int32))
     first = tl.program_id(0) * WORLD_SIZE
     if thread_id() < WORLD_SIZE:
-        put(theirs + first + rank)
-        take(own + first + peers)
+        put(peer_pads + first + rank)
+        take(rank_pads + first + peers)
     tl.debug_barrier()
 
 
@@ -90,13 +90,13 @@ def one_shot_all_reduce(buffers_ptr, pads_ptr, input_ptr, output_ptr, rank,
     """``output = sum over ranks of input``, a block of elements per program."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     buffers = buffers_ptr.to(tl.pointer_type(tl.int64))
-    own = tl.load(buffers + rank).to(tl.pointer_type(tl.float32))
-    tl.store(own + offsets, tl.load(input_ptr + offsets))
+    rank_buffer = tl.load(buffers + rank).to(tl.pointer_type(tl.float32))
+    tl.store(rank_buffer + offsets, tl.load(input_ptr + offsets))
     meet(pads_ptr, rank, WORLD_SIZE)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in range(WORLD_SIZE):
-        theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.float32))
-        total += tl.load(theirs + offsets)
+        peer_buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.float32))
+        total += tl.load(peer_buffer + offsets)
     tl.store(output_ptr + offsets, total)
     meet(pads_ptr, rank, WORLD_SIZE)
 

@@ -5,6 +5,7 @@ the rank. Every other error derives from :class:`InterlaceError`, so one ``excep
 """
 
 import contextlib
+import copyreg
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ class InterlaceError(RuntimeError):
     """
 
     frames: tuple[tuple[str, int], ...] = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy by its text and attributes, whatever arguments its class takes."""
+        new = copyreg.__newobj__  # type: ignore[attr-defined]
+        return new, (type(self), *self.args), vars(self)
 
 
 Raised = TypeVar("Raised", bound=Exception)
@@ -68,9 +74,6 @@ class PeerDiedError(InterlaceError):
     def __init__(self, rank: int, pid: int, doing: str, ending: str = DIED) -> None:
         self.rank, self.pid, self.doing, self.how = rank, pid, doing, ending
         super().__init__(f"rank {rank} (pid {pid}) {ending} {doing}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.pid, self.doing, self.how), {"args": self.args}
 
 
 class SourceText(str):
@@ -123,9 +126,6 @@ class DeadlockError(InterlaceError):
         lines += [f"  {line}" for line in finished]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.blocked, self.seed, self.finished)
-
 
 class MemoryAccessError(InterlaceError):
     """A kernel accessed memory that it may not access; ``kind`` is one of ``interlace.verify.KINDS``."""
@@ -133,9 +133,6 @@ class MemoryAccessError(InterlaceError):
     def __init__(self, message: str, kind: str) -> None:
         self.kind = kind
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.kind)
 
 
 class InlineAssemblyError(InterlaceError, NotImplementedError):
@@ -152,9 +149,6 @@ class CollectiveTimeoutError(InterlaceError):
     def __init__(self, message: str, waited_for: tuple[int, ...] = ()) -> None:
         self.waited_for = waited_for
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.waited_for)
 
 
 class EndlessTaskError(CollectiveTimeoutError):

@@ -61,14 +61,13 @@ class RecordedGroup(Protocol):
     dumped: bool
     control: Any  # a Control; None unless joined
 
-    def close(self) -> None: ...
-
 
 _groups: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
+"""The groups of this process, from their joining on."""
 
 
 def register(group: RecordedGroup) -> None:
-    """Register ``group``, which has joined: SIGUSR2 dumps it, unless the application handles SIGUSR2."""
+    """Register ``group``, which is about to join: SIGUSR2 dumps it, unless the application handles that."""
     _groups.add(group)
     if threading.current_thread() is threading.main_thread():
         with contextlib.suppress(ValueError):  # raised in an interpreter that is not the main one
@@ -292,9 +291,6 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
 
 FRESH_SECONDS = 0.5  # a waiting rank publishes every millisecond, if it gets a core
 
-_everywhere: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
-"""The groups of this process. A Blame may outlive its group, in an error's traceback."""
-
 
 def follow(rank: int, awaited: Callable[[int], int | None], start: int) -> int:
     """Return the last rank of the chain of waits from ``rank`` on, or ``rank`` if ``start`` is in it."""
@@ -317,12 +313,11 @@ class Blame:
     """Finds out who is to blame for a wait in ``group``, a HostGroup."""
 
     def __init__(self, group: RecordedGroup) -> None:
-        self.group = weakref.proxy(group)
-        _everywhere.add(group)
+        self.group = weakref.proxy(group)  # an error's traceback may keep this object for longer
 
     @staticmethod
-    def everywhere() -> list[RecordedGroup]:
-        return [group for group in list(_everywhere) if group.control is not None]
+    def everywhere() -> list[Any]:
+        return [group for group in list(_groups) if group.control is not None]
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
         """Return a text on where these ranks, by name, wait instead; "" if none of them waits."""

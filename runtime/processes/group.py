@@ -28,7 +28,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.processes import dump as record, rendezvous, rendezvous as meetings
+from interlace.runtime.processes import dump as record, rendezvous
 from interlace.runtime.processes.control import (
     ABORTED,
     CONTROL_BYTES,
@@ -64,8 +64,6 @@ _CLOSED = "the group is closed"
 END_SECONDS = 0.02  # between the end of a process's connections and the end of the process
 LOOK = 8  # after this many messages the ranks check again whether they share the cores evenly
 
-_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
-
 
 class HostGroup:
     """One rank's membership in a group of processes. Joining is collective.
@@ -79,7 +77,7 @@ class HostGroup:
 
     def __init__(
         self,
-        meeting: meetings.MeetingPoint | None,
+        meeting: rendezvous.MeetingPoint | None,
         rank: int,
         world_size: int,
         *,
@@ -117,19 +115,18 @@ class HostGroup:
         weakref.finalize(self, _close_values, self.pidfds).atexit = False
         self.pids: dict[int, int] = {rank: os.getpid()}
         self.shared_ranges = SharedRanges(rank)
-        self._rendezvous = meetings.connect(self, self._meeting)
+        self._rendezvous = rendezvous.connect(self, self._meeting)
         self.nonce, self.hung_up = self._rendezvous.nonce, self._rendezvous.hung_up
         self._joining = True
+        record.register(self)
         try:
             self._join()
         except BaseException as error:
-            cause = meetings.reason(self._meeting, rank, self._rendezvous.pids, error)
+            cause = rendezvous.reason(self._meeting, rank, self._rendezvous.pids, error)
             self.close()
             raise cause from (None if cause is error else error)
         self._joining, self._meeting = False, None
-        _groups.add(self)
         close_at_exit(self)
-        record.register(self)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
         """Join a group of some of the ranks. An abort of this group also ends that one."""
@@ -140,7 +137,7 @@ class HostGroup:
         self, ranks: Sequence[int], name: str, over: Interruption, parent: HostGroup | None = None
     ) -> HostGroup:
         """Join a group of ``ranks``. ``over`` finds out why there cannot be one."""
-        meeting = meetings.MemoryMeeting(self, ranks, name, over)
+        meeting = rendezvous.MemoryMeeting(self, ranks, name, over)
         rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
         return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
@@ -492,7 +489,7 @@ def _close_values(descriptors: dict[int, int]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    for group in list(_groups):
+    for group in Blame.everywhere():
         group.disown(OF_PARENT)
 
 

@@ -276,8 +276,7 @@ def _grouped_matmul(op: str, group: Any, rows: Any, configuration: Configuration
     splits, ranks, experts = splits_of(op, rows), len(rows), GROUPED_EXPERTS
     total = len(splits) // ranks
     counts = tuple(tuple(splits[r * total : (r + 1) * total]) for r in range(ranks))
-    blocks = tuple((r * experts % total, r * experts % total + experts) for r in range(ranks))
-    routes = Routes(group.rank, counts, blocks)
+    routes = Routes(group.rank, counts, experts)
     variant = MatmulVariant(OPTIONS[op].dtype, OPTIONS[op].weight, bias=OPTIONS[op].bias)
     input, linear = variant.tensors(rows[group.rank], experts)
     linear = replace(linear, output=input.new_empty(routes.received(group.rank), 4096))

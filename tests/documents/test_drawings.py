@@ -1,7 +1,9 @@
 """The pictures of docs/images that follow from the code: none is stale, and all have dark colours."""
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -22,6 +24,15 @@ def draw() -> Any:
 
 def test_every_drawing_is_tried(draw: Any) -> None:
     assert tuple(draw.DRAWINGS) == NAMES
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.glob("images/*.svg")), ids=lambda file: file.stem)
+def test_a_phone_shows_the_words_of_a_drawing(file: Path) -> None:
+    """360 pixels of width are enough for letters of 9 pixels."""
+    picture = file.read_text()
+    width = ElementTree.fromstring(picture).get("viewBox", "").split()[2]
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ?([\d.]+)px", picture)]
+    assert 360 * min(sizes) / float(width) >= 9
 
 
 @thorough

@@ -238,6 +238,20 @@ def test_counts_stay_on_the_device(name: Any) -> None:
         assert not y[len(right) :].any()
 
 
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp8", "nvfp4"))
+@ranks(2, place="sim")
+def test_products_of_low_latency_rows_read_no_counts(name: Any) -> None:
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    x, chosen = noise(rank, 1, (3, 64)), torch.tensor([[0, 2], [1, 3], [0, 1]])
+    received, _ = interlace.experts.low_latency_dispatch(x, chosen, 5, 2 * size, use_fp8=False)  # type: ignore[misc]
+    w = noise(rank, 2, (2, 64, 8))
+    on_device = received._replace(segments=received.segments.to("meta"))  # has no values
+    found = interlace.experts.multiply(on_device, w, format=name)
+    right = interlace.experts.multiply(received, w.requires_grad_(), format=name)
+    for expert, count in enumerate(received.num_tokens_per_expert.tolist()):
+        assert torch.equal(found[expert, :count], right[expert, :count])
+
+
 COUNTS = ([35, 0], [0, 3], [2, 0])
 """Rows of each rank, by expert."""
 
@@ -324,6 +338,12 @@ def test_the_layer_is_the_same_by_splits_by_a_dispatch_and_compiled() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_compiled_layer_has_no_cached_function() -> None:
+    torch._dynamo.utils.warn_once_cache.clear()
+    interlace.run(experts_layer, 1, lambda layer: torch.compile(layer, backend="aot_eager"))
+
+
 def by_inductor(name: Any) -> None:
     """Inductor has no code for all dtypes of the formats."""
     x, w = noise(0, 1, (5, 64)), noise(0, 2, (2, 8, 64))
@@ -392,7 +412,7 @@ def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
 @ranks(2, place="sim")
 def test_ranks_compare_the_format(other: Any) -> None:
     rank, one_token = interlace.get_rank(), torch.tensor([[0], [0], [1]])
-    words = f"format.* differs between ranks: mxfp8 on rank 0, {other} on rank 1"
+    words = f"format.* differs between ranks: mxfp8 on rank 0, {other}.* on rank 1"
     options: Any = {"format": ("mxfp8", other)[rank]}
     for form in (interlace, functional):
         sent = {} if form is interlace else {"home_splits": [2, 1]}

@@ -285,7 +285,9 @@ def test_ranks_compare_format_and_k() -> None:
     rank = interlace.get_rank()
     w = W.clone().requires_grad_()
     for form in (interlace, functional):
-        with pytest.raises(ValueError, match="format differs between ranks: mxfp8 on rank 0"):
+        with pytest.raises(
+            ValueError, match="format of the operands differs between ranks: mxfp8 on rank 0"
+        ):
             form.all_gather_matmul(X, w, format=("mxfp8", "mxfp8_e5m2")[rank])  # type: ignore[arg-type]
         k = (64, 60)[rank]  # which have packed rows of the same length
         with pytest.raises(ValueError, match="k differs between ranks: 64 on rank 0"):

@@ -290,3 +290,23 @@ def test_what_has_no_such_rows_is_refused_on_all_ranks(
         form.all_reduce_norm(
             torch.ones((3, 32) if other else shape), norm=interlace.RMSNorm(), quantize="nvfp4"
         )
+
+
+def test_scales_are_as_the_page_defines() -> None:
+    """The table of docs/reference/formats.md: a block of zeros, one of ones, and one with a NaN."""
+    x = torch.zeros(3, 128)
+    x[1] = 1.0
+    x[2, 0] = math.nan
+    wanted = {
+        "fp8_block128": (2.0**-126, torch.tensor(1.0) / 448.0),
+        "mxfp8": (2.0**-127, 2.0**-8),
+        "mxfp8_e5m2": (2.0**-127, 2.0**-15),
+        "mxfp4": (2.0**-127, 0.25),
+        "nvfp4": (2.0**-9, 0.171875),
+    }
+    for name, (zeros, ones) in wanted.items():
+        scaled = quantize(x, name, whole=WHOLE if FORMATS[name].whole else None)  # type: ignore[arg-type]
+        first = scaled.scales[:, 0].float()
+        assert (float(first[0]), float(first[1])) == (zeros, float(ones)), name
+        numbers, size = scaled.dequantize(), FORMATS[name].block
+        assert numbers[2, :size].isnan().all() and torch.all(numbers[2, size:] == 0.0)

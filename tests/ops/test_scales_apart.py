@@ -134,3 +134,43 @@ def test_k_is_not_gathered() -> None:
     scales = swizzled(x.scales), swizzled(w.t().scales)
     with pytest.raises(ValueError, match="gather_dim=1 is k"):
         fused_gather(x.values, w.values, scales, -1)
+
+
+def operand(form: Any, matrix: Scaled, as_bytes: bool) -> tuple[Tensor, Tensor]:
+    """Return values and scales, in torch's layout for torch's ops, with e8m0 scales or their bits."""
+    of_torch = form in (fused_gather, fused_scatter)
+    scales = swizzled(matrix.scales).view(128, -1) if of_torch else matrix.scales
+    return matrix.values, scales.view(torch.uint8) if as_bytes else scales
+
+
+@pytest.mark.parametrize(
+    "form", [fused_gather, fused_scatter, functional_gather, functional_scatter]
+)
+@ranks(2, place="sim")
+def test_bits_of_scales_are_scales(form: Callable[..., Any]) -> None:
+    """Also on one rank only, and if the swizzled scales have the shape of plain ones."""
+    first, k = interlace.get_rank() == 0, 128
+    x, w = quantize(numbers(128, k, 1), "mxfp8"), quantize(numbers(128, k, 2), "mxfp8")
+    results = []
+    for bits in ((False, False), (True, True), (first, False), (False, first)):
+        (values, scales), (weight, of_weight) = map(operand, (form, form), (x, w), bits)
+        of_weight = of_weight if form in (fused_gather, fused_scatter) else of_weight.t()
+        results.append(form(values, weight.t(), (scales, of_weight)))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+@pytest.mark.parametrize(
+    "form", [fused_gather, fused_scatter, functional_gather, functional_scatter]
+)
+@ranks(2, place="sim")
+def test_other_dtypes_are_named_on_all_ranks(form: Callable[..., Any], dtype: torch.dtype) -> None:
+    x = quantize(numbers(128, 128, 1), "mxfp8")
+    wrong = torch.ones(x.scales.shape, dtype=dtype)
+    other = swizzled(x.scales) if form in (fused_gather, fused_scatter) else x.scales
+    for scales in ((wrong, wrong.t()), (wrong, other.t()), (other, wrong.t())):
+        with pytest.raises(TypeError, match=f"scales .*got {dtype}"):
+            form(x.values, x.values.t(), scales)
+    values = x.values.to(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"input: values of mxfp8 must be .*, got torch.bfloat16"):
+        form(values, values.t(), (other, other if other.dim() == 1 else other.t()))

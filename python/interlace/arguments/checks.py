@@ -130,8 +130,7 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     device = communicator.place.device
     if value.device.type != device.type:
         raise ValueError(f"{name} is on {value.device}, the group's memory on {device}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
+    check_layout(name, value)
     if value.is_conj() or value.is_neg():
         # kernels and copies read the memory, where a lazy conjugation has not happened
         raise ValueError(
@@ -144,6 +143,16 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
             "interlace.functional takes tensors that stand for other tensors"
         )
     return value.detach()
+
+
+def check_layout(name: str, value: torch.Tensor) -> None:
+    """Raise TypeError for a sparse tensor, and for a DTensor, which stands for parts of several ranks."""
+    if type(value) not in PLAIN_TYPES and hasattr(value, "to_local"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; pass {name}.to_local(), this rank's part"
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
 
 
 def describe(value: object) -> str:

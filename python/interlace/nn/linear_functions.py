@@ -745,9 +745,7 @@ class DeferredWeightGradients:
         over = self._pending[0].communicator if self._pending else None
         op = "DeferredWeightGradients.run"
         with contextlib.nullcontext() if over is None else over.accepting(op):
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-                raise TypeError(f"limit must be an int or None, got {limit!r}")
-            if limit is not None and limit < 0:
+            if limit is not None and checks.integer("limit", limit) < 0:
                 raise ValueError(f"limit must be at least 0, got {limit}")
         count = len(self) if limit is None else min(limit, len(self))
         following = self._pending[0].start() if count else None

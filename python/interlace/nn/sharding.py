@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups import groups
 from interlace.groups.groups import resolve
@@ -205,9 +206,7 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
 def positive(**sizes: object) -> None:
     """Raise TypeError or ValueError for the first of ``sizes`` (by argument) that is not a positive int."""
     for argument, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
-        if value < 1:
+        if checks.integer(argument, value) < 1:
             raise ValueError(f"{argument} must be positive, got {value}")
 
 

@@ -167,7 +167,6 @@ class InterlaceProcessGroup(Collectives):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
-    # the callers want to know what the group supports
     def _get_backend(self, device: torch.device) -> Any:
         """Return this group: the callers want to know what it supports."""
         return self

@@ -162,14 +162,14 @@ def share_facts(
 
 
 def _check_parts(parts: list[TensorFacts]) -> None:
-    dim, shapes = parts[0].dim, [facts.shape for facts in parts if facts.shape is not None]
-    check_equal_beside(dim, shapes)
+    dim, shapes = check_equal_beside(parts)
     found = [shape[dim] for shape in shapes]
     _same_sizes(parts, found, f"the tensors have {found} along dim {dim}, by rank")
 
 
-def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise ValueError unless the ``shapes`` of all ranks are equal except for lengths along ``dim``."""
+def check_equal_beside(parts: Sequence[TensorFacts]) -> tuple[int, list[tuple[int, ...]]]:
+    """Return the dim and all shapes; raise ValueError unless shapes are equal except along the dim."""
+    dim, shapes = parts[0].dim, [facts.shape for facts in parts if facts.shape is not None]
     first = shapes[0]
     for rank, shape in enumerate(shapes):
         same_rest = (*shape[:dim], *shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])
@@ -178,6 +178,7 @@ def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
                 f"tensor must have the same shape on all ranks except along dim {dim}, got {first} on rank "
                 f"0, {shape} on rank {rank}"
             )
+    return dim, shapes
 
 
 def gradient_here(

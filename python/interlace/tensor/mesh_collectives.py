@@ -9,9 +9,9 @@ The file also has differentiable collectives of parts that differ in length alon
 dtype, shape, lengths and whether gradients are required in one small message (docs/how-to/train/uneven.md).
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from interlace.ops.op.async_tensor import AsyncTensor, wait, wrap
 from interlace.ops.op.calls import direct
 from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
-from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work
@@ -253,16 +252,13 @@ def _functional(
 def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bool = False) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: tensor must be a tensor, got {type(tensor).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{name}: pad_dim must be an int, got {dim!r}")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)} has no dimension pad_dim={dim}")
+    dim = checks.index(f"{name}: pad_dim", dim, tensor.dim())
     most = tensor.size(dim) if within else "any"
     if isinstance(size, int) and (size < 0 or (isinstance(most, int) and size > most)):
         raise ValueError(
             f"{name}: pad_size must be within 0..{most} for shape {tuple(tensor.shape)}, got {size}"
         )
-    return dim % tensor.dim()
+    return dim
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
@@ -548,16 +544,6 @@ def _reduce(
     return total
 
 
-@plain.record
-class _Picked(NamedTuple):
-    """A rank's message to the others. ``counts``: positions by receiver; ``matrix``: the caller's sizes."""
-
-    shape: tuple[int, ...]
-    requires_grad: bool
-    counts: tuple[int, ...]
-    matrix: tuple[tuple[int, ...], ...] | None
-
-
 def indexed_all_to_all_v(
     tensor: torch.Tensor,
     indices: Sequence[torch.Tensor],
@@ -607,12 +593,11 @@ def indexed_all_to_all_v(
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
     terms = (*named, facts.gradient_mode())
-    request = _Picked(about.shape, about.requires_grad, counts, matrix)
-    check = functools.partial(_check, dim)
-    parts: list[_Picked] = facts.exchange(communicator, op, terms, request, check)
+    request = replace(about, sizes=(counts, matrix))
+    parts: list[facts.TensorFacts] = facts.exchange(communicator, op, terms, request, _check)
     data = tensor.detach()
     picked = [each.to(device=data.device, dtype=torch.int64) for each in picked]
-    lengths = [part.counts[rank] for part in parts]
+    lengths = [part.sizes[0][rank] for part in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = blocks.CutTensor(communicator, shape, data.dtype, blocks.along(shape, dim, lengths))
     result = whole.empty(shape)
@@ -654,13 +639,13 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
     return list(indices)
 
 
-def _check(dim: int, parts: list[_Picked]) -> None:
-    facts.check_equal_beside(dim, [part.shape for part in parts])
+def _check(parts: list[facts.TensorFacts]) -> None:
+    """Check parts whose ``sizes`` are the numbers of positions by receiver, and the caller's sizes."""
+    facts.check_equal_beside(parts)
     for rank, receiver in enumerate(parts):
-        for sender, other in enumerate(parts if receiver.matrix else ()):
-            assert receiver.matrix is not None
-            if receiver.matrix[sender] != other.counts:
+        for sender, wanted in enumerate(receiver.sizes[1] or ()):
+            if wanted != (counts := parts[sender].sizes[0]):
                 raise ValueError(
-                    f"sizes[{sender}] is {list(receiver.matrix[sender])} on rank {rank}, but indices of "
-                    f"rank {sender} select {list(other.counts)}"
+                    f"sizes[{sender}] is {list(wanted)} on rank {rank}, but indices of rank {sender} "
+                    f"select {list(counts)}"
                 )

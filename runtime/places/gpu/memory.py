@@ -229,7 +229,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-HANDLE_BYTES = 64
 
 _given_up: "list[_Exported]" = []
 

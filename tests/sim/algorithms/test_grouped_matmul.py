@@ -226,8 +226,8 @@ SIZES = st.lists(st.sampled_from([0, 0, 1, 2, 15, 16, 17, 40]), min_size=6, max_
 @given(st.lists(SIZES, min_size=3, max_size=3), st.booleans(), st.sampled_from([16, 32]))
 def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int) -> None:
     """Each row is sent once, is expected by its receiver, and every chunk has its own slot."""
-    blocks = tuple((2 * r, 2 * r + 2) if exchange else (0, 6) for r in range(3))
-    everyone = [Routes(r, tuple(map(tuple, counts)), blocks) for r in range(3)]
+    experts = 2 if exchange else 6
+    everyone = [Routes(r, tuple(map(tuple, counts)), experts) for r in range(3)]
     for routes in everyone:
         rank = routes.rank
         arriving = [
@@ -245,6 +245,6 @@ def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int
 
 
 def test_segments_are_those_of_the_docstring() -> None:
-    routes = Routes(0, ((3, 1), (2, 4)), ((0, 2), (0, 2)))
+    routes = Routes(0, ((3, 1), (2, 4)), 2)
     assert routes.segment_lines() == [[0, 3, 0], [3, 2, 0], [5, 1, 3], [6, 4, 2]]
     assert routes.arrival_slots(4) == [(1, 1), (1, 4)]

@@ -54,7 +54,7 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
                 made = torch.full(shape, math.nan), torch.empty(1, 6, len(places))
                 options = {"method": method, "causal": True, "algorithm": "fused"}
                 arguments = AttentionArguments(*tensors, None, **options)  # type: ignore[arg-type]
-                given = default_group(), (arguments, *made)
+                given = default_group(), (arguments, made)
                 with override(block_m=16, block_n=16, copiers=copiers, chunks=2):
                     works.append((context_parallel.attention(*given, async_op=True), made[0]))
             for work, output in works:

@@ -28,6 +28,7 @@ from stand_ins.replaced import replaced
 from tiers import thorough
 
 CPU = torch.device("cpu")
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 _c10d: Any = c10d
 
 
@@ -219,10 +220,10 @@ class FakeCupy:
     def export(self, address: int) -> bytes:
         if self.refuses:
             raise RuntimeError("cudaErrorNotSupported")
-        return address.to_bytes(8, "little").ljust(cuda_memory.HANDLE_BYTES, b"\0")
+        return address.to_bytes(8, "little").ljust(HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes, flags: int) -> int:
-        assert flags == cuda_memory.LAZY_PEER_ACCESS and len(handle) == cuda_memory.HANDLE_BYTES
+        assert flags == cuda_memory.LAZY_PEER_ACCESS and len(handle) == HANDLE_BYTES
         self.opened.append(int.from_bytes(handle[:8], "little"))
         return self.opened[-1]
 

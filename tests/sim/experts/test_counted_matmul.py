@@ -228,9 +228,7 @@ def test_sends_are_those_of_known_counts(counts: list[list[int]], chunk: int, mo
     sizes = CountedSizes(most, chunk, 3, 2)
     slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # slots of counts and of the table
     for rank in range(3):
-        routes = Routes(
-            rank, tuple(map(tuple, counts)), tuple((2 * r, 2 * r + 2) for r in range(3))
-        )
+        routes = Routes(rank, tuple(map(tuple, counts)), 2)
         lines = routes.send_lines(chunk)
         made = sizes.sends(torch.tensor(counts[rank]), rank)
         assert int(made[-1]) == len(lines) <= sizes.lines

@@ -129,9 +129,9 @@ SIZES: list[tuple[Callable[[], Any], str]] = [
     (lambda: inn.QKVParallelLinear(8, 8, 3), "num_kv_heads must divide num_heads 8, got 3"),
     (lambda: inn.QKVParallelLinear(9, 8), "hidden_size 9 is not a multiple of num_heads 8"),
     (lambda: inn.VocabParallelEmbedding(4, 2, 4), "padding_idx must be within -4..3, got 4"),
-    (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),  # type: ignore[arg-type]
+    (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got 8.0"),  # type: ignore[arg-type]
     (lambda: inn.SequenceParallelMLP(-32, 8), "hidden_size must be positive, got -32"),
-    (lambda: inn.SequenceParallelMLP("32", 8), "hidden_size must be an int, got str"),  # type: ignore[arg-type]
+    (lambda: inn.SequenceParallelMLP("32", 8), "hidden_size must be an int, got '32'"),  # type: ignore[arg-type]
     (lambda: inn.ColumnParallelLinear(0, 8), "in_features must be positive, got 0"),
     (lambda: inn.QKVParallelLinear(8, 8, 0), "num_kv_heads must be positive, got 0"),
     (lambda: inn.VocabParallelEmbedding(4, 0), "embedding_dim must be positive, got 0"),

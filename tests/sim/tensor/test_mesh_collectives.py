@@ -215,7 +215,10 @@ def test_graphs_of_symbolic_padding_are_alike() -> None:
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda x: tensor.pad_tensor(x, 2, 1), "has no dimension pad_dim=2"),
+        (
+            lambda x: tensor.pad_tensor(x, 2, 1),
+            r"pad_tensor: pad_dim must be within -2\.\.1, got 2",
+        ),
         (lambda x: tensor.pad_tensor(x, 0, -1), r"pad_size must be within 0\.\.any"),
         (lambda x: tensor.unpad_tensor(x, 0, 3), r"pad_size must be within 0\.\.2"),
         (lambda x: tensor.fill_empty_tensor_to_shards([], 0, 1), "shards is empty"),

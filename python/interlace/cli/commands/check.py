@@ -342,15 +342,18 @@ def _kernels_of(op: str, algorithm: str) -> Sequence[str]:
 
 
 class _CheckedOp(NamedTuple):
-    """``sizes``: the sizes in ``sim`` and on a GPU. ``ways``: the algorithms."""
+    """An op of ``bench``, or a ``branch`` of its kernels, which ``sizes`` or ``settings`` choose.
+
+    ``sizes``: in ``sim`` and on a GPU. ``ways``: the algorithms. ``dtypes``: on a GPU, of which ``sim``
+    has the first.
+    """
 
     op: str
     sizes: tuple[Sizes, Sizes]
     ways: tuple[str, ...] = ("fused",)
-
-    @property
-    def algorithms(self) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(_kernels_of(self.op, name)) for name in self.ways}
+    dtypes: tuple[str, ...] = ("bf16",)
+    settings: tuple[tuple[str, int | str], ...] = ()
+    branch: str = ""
 
 
 _HEADS_OF = tuple(op for op, kind in TUNED.items() if "key_heads" in kind.settings)
@@ -377,68 +380,58 @@ _ROWS = {
     for op, kind in TUNED.items()
 }
 """Ops of ``bench``. Those in ``FUSED`` have block-scaled operands here; :func:`dense` has others."""
-_PLAIN = (
+for _op in _HEADS_OF:  # the tiles of heads depend on size and dtype
+    _ROWS[_op] = _ROWS[_op]._replace(dtypes=("bf16", "fp16", "fp32"), settings=(("key_heads", 2),))
+_WITHOUT_BRANCHES = (
+    *(_ROWS[op] for op in _ROWS if op not in FUSED),
     *(_CheckedOp(op, ((4096,), (1 << 20,)), ("multimem",)) for op in COLLECTIVES),
     _CheckedOp("broadcast", ((4096,), (1 << 14,)), ("low_latency",)),
 )
 _NORMS = ("reduce_scatter_norm", "matmul_reduce_scatter_norm", "all_reduce_norm")
 
 
-class _Branch(NamedTuple):
-    """A call in which ``op`` does ``what``, by ``settings``; ``sizes`` if not the sizes of ``_ROWS``."""
-
-    op: str
-    what: str
-    settings: Mapping[str, int | str]
-    sizes: tuple[Sizes, Sizes] | None = None
+def _branch(
+    op: str,
+    branch: str,
+    sizes: tuple[Sizes, Sizes] | None = None,
+    dtypes: tuple[str, ...] = ("bf16",),
+    **settings: int | str,
+) -> _CheckedOp:
+    plain = _ROWS[op]
+    pairs = (*plain.settings, *settings.items())
+    return _CheckedOp(op, sizes or plain.sizes, plain.ways[:1], dtypes, pairs, branch)
 
 
 _BRANCHES = (
     *(
-        _Branch(op, f"heads of {size}", {}, ((24, 4, size), (512, 4, size)))
+        _branch(op, f"heads of {size}", ((24, 4, size), (512, 4, size)), ("bf16", "fp32"))
         for size in (64, 256)
         for op in _HEADS_OF
     ),
-    _Branch("distributed_decode", "pages", {"paged": True}),
-    *(_Branch(op, name, {"quantize": name}) for name in ("fp8", *FORMATS) for op in _NORMS),
-    *(_Branch(op, "layer norm", {"norm": "layer"}) for op in _NORMS),
-    _Branch("dispatch", "fp8", {"use_fp8": True}, ((48, 128), (1024, 2048))),
+    _branch("distributed_decode", "pages", paged=True),
+    *(_branch(op, name, quantize=name) for name in ("fp8", *FORMATS) for op in _NORMS),
+    *(_branch(op, "layer norm", norm="layer") for op in _NORMS),
+    _branch("dispatch", "fp8", ((48, 128), (1024, 2048)), use_fp8=True),
     *(
-        _Branch(op, f"{name} operands", {"format": name}, _WIDE)
+        _branch(op, f"{name} operands", _WIDE, format=name)
         for name in FORMATS
         for op in (*FUSED, "grouped_matmul_combine")
     ),
-    *(_Branch("dispatch", f"{name} tokens", {"format": name}) for name in FORMATS),
+    *(_branch("dispatch", f"{name} tokens", format=name) for name in FORMATS),
 )
 
 
-def branches(device: str, world_size: int) -> Iterator[CheckCase]:
-    """Yield cases of branches in kernels; the tiles of heads depend on size and dtype."""
+def rows(device: str, world_size: int, ops: Iterable[_CheckedOp]) -> Iterator[CheckCase]:
     on_gpu = device == "cuda"
-    for op, branch, settings, sizes in _BRANCHES:
-        algorithm, kernels = next(iter(_ROWS[op].algorithms.items()))
-        heads = (("key_heads", 2),) if op in _HEADS_OF else ()
-        tiles = branch.startswith("heads") and on_gpu
-        for dtype in ("bf16", "fp32") if tiles else ("bf16",):
-            yield RowsCase(
-                *(op, f"{algorithm}, {branch}", world_size, (sizes or _ROWS[op].sizes)[on_gpu]),
-                *(dtype, kernels),
-                branch=branch,
-                settings=(*heads, *settings.items()),
-            )
-
-
-def rows(device: str, world_size: int) -> Iterator[CheckCase]:
-    """Yield each op in the dtype of models; on a GPU attention in the others as well."""
-    on_gpu = device == "cuda"
-    for each in (*(_ROWS[op] for op in _ROWS if op not in FUSED), *_PLAIN):
-        heads = each.op in _HEADS_OF
-        for variant, kernels in each.algorithms.items():
-            about = each.op, variant, world_size, each.sizes[on_gpu]
-            settings = (("key_heads", 2),) if heads else ()
-            for dtype in ("bf16", "fp16", "fp32") if heads and on_gpu else ("bf16",):
+    for each in ops:
+        for way in each.ways:
+            for dtype in each.dtypes if on_gpu else each.dtypes[:1]:
                 yield RowsCase(
-                    *(*about, dtype, kernels), by_switch=variant == "multimem", settings=settings
+                    *(each.op, ", ".join(filter(None, (way, each.branch))), world_size),
+                    *(each.sizes[on_gpu], dtype, tuple(_kernels_of(each.op, way))),
+                    branch=each.branch,
+                    by_switch=way == "multimem",
+                    settings=each.settings,
                 )
 
 
@@ -566,7 +559,7 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
     for world_size in WORLDS[device]:
         found += dense(device, world_size)
         if world_size <= 4:  # heads and rows are shared out evenly
-            found += rows(device, world_size)
+            found += rows(device, world_size, _WITHOUT_BRANCHES)
             found += scaled_cases(device, world_size)
         if device == "cuda" and world_size > 1:
             found += signals(world_size)
@@ -575,7 +568,7 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
         if device == "cpu" and world_size == NODES_RANKS:
             found += simulated_cases(world_size)
         if world_size <= 4:
-            found += branches(device, world_size)
+            found += rows(device, world_size, _BRANCHES)
     return most_telling_first(found)
 
 

@@ -5,6 +5,7 @@ output and the logarithm of every row's sum of exponentials, ``[batch, heads, to
 have gradients. The backward computes scores again, from keys that travel again.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -346,10 +347,10 @@ def _faster(
 
 
 def prepare(
-    communicator: Communicator, record: AttentionArguments, output: Tensor, lse: Tensor
+    communicator: Communicator, record: AttentionArguments, results: Sequence[Tensor]
 ) -> PreparedCall:
-    """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
-    call = check(communicator, record)
+    """Check the arguments on this rank; ``results``, output and lse, are filled."""
+    call, (output, lse) = check(communicator, record), results
 
     def start() -> Outcome:
         problem = _agree(communicator, FORWARD, call, record)
@@ -424,28 +425,23 @@ def backward_outputs(record: AttentionBackwardArguments, size: Any) -> list[Tens
     return [each.new_empty(each.shape) for each in (record.query, record.key, record.value)]
 
 
-def _start(communicator: Communicator, record: AttentionArguments) -> Started:
-    with communicator.accepting(FORWARD):
-        tensors = outputs(record, communicator.world_size)
-    return _start_op(communicator, attention, (record, *tensors), tensors)
-
-
-def _start_backward(communicator: Communicator, record: AttentionBackwardArguments) -> Started:
-    tensors = backward_outputs(record, communicator.world_size)
-    return _start_op(communicator, attention_backward, (record, tensors), tensors)
-
-
-def _start_op(
-    communicator: Communicator, form: Callable[..., Any], arguments: Any, tensors: list[Tensor]
+def _start(
+    op: str,
+    form: Callable[..., Any],
+    results: Callable[..., list[Tensor]],
+    communicator: Communicator,
+    record: Any,
 ) -> Started:
     """Start asynchronously, except on a CPU, whose cores have nothing else to do meanwhile.
 
     On a rank without tokens nobody waits for a result, so this rank waits here for its part to end.
     """
+    with communicator.accepting(op):
+        tensors = results(record, communicator.world_size)
     if communicator.place.direct_access:
-        form(communicator, arguments)
+        form(communicator, (record, tensors))
         return Started(tensors, None)
-    work = form(communicator, arguments, async_op=True)
+    work = form(communicator, (record, tensors), async_op=True)
     if tensors[0].numel():
         return Started(tensors, work)
     work.wait()
@@ -583,7 +579,7 @@ OPS: tuple[Op, ...] = (
     Op(
         FORWARD,
         AttentionArguments,
-        _start,
+        functools.partial(_start, FORWARD, attention, outputs),
         outputs,
         OpGradient(_save, _gradients),
         {"q, k or v": ("query", "key", "value")},
@@ -598,7 +594,7 @@ OPS: tuple[Op, ...] = (
     Op(
         BACKWARD,
         AttentionBackwardArguments,
-        _start_backward,
+        functools.partial(_start, BACKWARD, attention_backward, backward_outputs),
         backward_outputs,
         without_gradient(BACKWARD),
         {},

@@ -26,6 +26,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Queries
+from interlace.ops.collectives.launch import other_ranks, sources
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, input_precision
 from interlace.ops.matmul.reference import (
     Bounded,
@@ -261,15 +262,13 @@ class AttentionProblem:
 
     def arrivals(self) -> list[int]:
         """Return the sources in the order in which keys arrive: this rank first, then as peers send."""
-        world, needed = self.shards.world_size, set(self.sources())
-        order = [(self.rank - step) % world for step in range(world)]
-        return [source for source in order if source in needed]
+        needed = set(self.sources())
+        return [source for source in sources(self.communicator) if source in needed]
 
     def readers(self) -> list[int]:
         """Return the other ranks that need this rank's keys, the next rank first."""
-        world = self.shards.world_size
-        order = [(self.rank + step) % world for step in range(1, world)]
-        return [r for r in order if self.shards.sees(r, self.rank, self.mask)]
+        peers = other_ranks(self.communicator)
+        return [peer for peer in peers if self.shards.sees(peer, self.rank, self.mask)]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

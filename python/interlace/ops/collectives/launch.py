@@ -197,12 +197,18 @@ def enqueue_kernel(
     arguments: dict[str, Any],
     options: dict[str, Any],
     then: Sequence[tuple[object, int, dict[str, Any], dict[str, Any]]] = (),
+    finish: Callable[[Workspace], None] | None = None,
 ) -> Event:
-    """An op that is one kernel, or one and ``then`` more; ``arguments``: those besides the workspace."""
+    """An op that is one kernel, or one and ``then`` more; ``arguments``: those besides the workspace.
+
+    ``finish`` enqueues the work after the kernels.
+    """
 
     def body(workspace: Workspace) -> None:
         for each, programs, record, more in ((kernel, grid, arguments, options), *then):
             communicator.compute.launch(workspace.kernel_launch(each, programs, record, **more))
+        if finish is not None:
+            finish(workspace)
 
     return communicator.enqueue(op, layout, body)
 

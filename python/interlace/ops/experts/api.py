@@ -44,7 +44,7 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.op import OPS, Op
-from interlace.ops.op.recording import ContinuedWork, is_seen, run_recorded, unseen
+from interlace.ops.op.recording import ContinuedWork, is_seen, run_recorded
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.work import Work
@@ -215,7 +215,7 @@ def _sums(
     async_op: bool,
     *,
     as_op: Callable[[Any, Any], Any] = lambda given, made: given,
-    look: Callable[..., bool] = is_seen,
+    look: Callable[..., bool] | None = is_seen,
 ) -> Any:
     """Return the sums by token, computed by ``form``. ``as_op`` adds the call's findings to arguments."""
     known: Op = block_scaled.op_of(op, getattr(given, "format", ""))
@@ -587,7 +587,7 @@ def _grouped_combine(
             splits = row_counts("splits", record.splits)
             return replace(record, home_splits=home_splits, splits=splits)
 
-        return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)
+        return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=None)
     with communicator.accepting(OP):
         check_group(group, handle.group)
     topk_idx, topk_weights = choice(handle, given.topk_idx, given.topk_weights)
@@ -659,5 +659,5 @@ def _recorded_grouped(
         received = outputs[1] if record.return_received else None
         return grouped.result(received, output, routes.splits())
 
-    options: Any = {"results": results, "look": unseen, "differs": bool(record.max_rows)}
+    options: Any = {"results": results, "look": None, "differs": bool(record.max_rows)}
     return run_recorded(op, communicator, plain, run, finish, async_op, **options)

@@ -13,6 +13,7 @@ times the gradient of its token.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from interlace.kernels.arguments import Combined, ExpertSizes, Rows, SlotRows
 from interlace.kernels.experts import combine as kernels
 from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.collectives.launch import wait_for_all
+from interlace.ops.collectives.launch import enqueue_kernel, wait_for_all
 from interlace.ops.experts.dispatch import (
-    MAX_REGISTERS,
     as_many,
     exchanged_rows,
     row_moves,
+    slot_options,
     slot_rows,
     sorted_places,
 )
@@ -157,19 +158,9 @@ class Combine:
         grid = formulas.persistent_grid(
             0, world_size * bounds.senders, communicator.place.program_limit
         )
-        compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
-        options: dict[str, Any] = {
-            "num_warps": configuration.num_warps,
-            "num_stages": 1,
-            **compiler_options,
-        }
-
-        def body(workspace: Workspace) -> None:
-            launch = workspace.kernel_launch(kernels.combine_kernel, grid, arguments, **options)
-            communicator.compute.launch(launch)
-            self.home.keep(communicator, workspace)
-
-        return communicator.enqueue("combine", layout, body)
+        launch = kernels.combine_kernel, grid, arguments, slot_options(configuration)
+        keep = partial(self.home.keep, communicator)
+        return enqueue_kernel(communicator, "combine", layout, *launch, finish=keep)
 
     def pipelined(self, routes: HostRoutes) -> Event:
         def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
@@ -336,13 +327,11 @@ def home_of(
     return Home(inverse, weights, tensors[0], tensors[1] if tensors[1:] else None)
 
 
-def results_of(
-    rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None
-) -> list[Tensor]:
+def results_of(rows: Tensor, topk_idx: Tensor, return_rows: bool) -> list[Tensor]:
     """Allocate the results of a combine: sums and, if requested, the home rows, ``[tokens * k, n]``."""
-    results = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
+    results = [rows.new_empty(topk_idx.shape[0], rows.shape[1])]
     if return_rows:
-        results.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
+        results.append(rows.new_empty(topk_idx.numel(), rows.shape[1]))
     return results
 
 

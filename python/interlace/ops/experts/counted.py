@@ -19,7 +19,7 @@ from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import CountLines, ExpertSizes, Table
 from interlace.kernels.experts import grouped_matmul as kernels
-from interlace.ops.collectives.launch import resident_programs
+from interlace.ops.collectives.launch import enqueue_kernel, resident_programs
 from interlace.ops.experts.grouped import (
     EXCHANGE,
     GroupedArguments,
@@ -45,7 +45,7 @@ from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.memory import Layout
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.configuration import Configuration
@@ -157,12 +157,8 @@ class CountedMatmul:
         resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
         grid = formulas.persistent_grid(copiers, tiles, resident)
         options = operands.launch_options(configuration, self.input)
-
-        def body(workspace: Workspace) -> None:
-            kernel = kernels.counted_grouped_matmul_kernel
-            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
-
-        return communicator.enqueue("all_to_all_grouped_matmul", layout, body)
+        kernel = kernels.counted_grouped_matmul_kernel
+        return enqueue_kernel(communicator, EXCHANGE, layout, kernel, grid, arguments, options)
 
 
 def checked_bound(value: Any, call: GroupedArguments) -> int:

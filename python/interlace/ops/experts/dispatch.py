@@ -25,7 +25,7 @@ from interlace.kernels.arguments import ExpertRows, ExpertSizes, SlotRows, Token
 from interlace.kernels.experts import dispatch as kernels
 from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.collectives.launch import agreed_call, sources
+from interlace.ops.collectives.launch import agreed_call, enqueue_kernel, sources
 from interlace.ops.experts.routing import (
     EXAMPLES,
     Assignment,
@@ -48,13 +48,13 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
-from interlace.ops.matmul.block_scaled import packed_tokens
-from interlace.ops.matmul.formats import Scaled, unpacked_rows
+from interlace.ops.matmul.block_scaled import is_traced, packed_tokens
+from interlace.ops.matmul.formats import Scaled, format_term, unpacked_rows
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
-from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.context import comparing, name_algorithm
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning.configuration import Configuration, choose
@@ -109,6 +109,12 @@ def slot_rows(
     rows, columns = configuration.copy_rows, configuration.copy_columns * 4 // itemsize
     of_sum = max(1, rows // min(4, 1 << (topk.bit_length() - 1)))
     return SlotRows(topk, next_power(experts), rows, columns, of_sum, scaled, weighted)
+
+
+def slot_options(configuration: Configuration) -> dict[str, Any]:
+    # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
+    compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
+    return {"num_warps": configuration.num_warps, "num_stages": 1, **compiler_options}
 
 
 def row_moves(
@@ -168,19 +174,10 @@ class Dispatch:
         record = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
-        # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
-        compiler_options = {"options": {"maxnreg": MAX_REGISTERS}}
-        options = {"num_warps": configuration.num_warps, "num_stages": 1, **compiler_options}
-
-        def body(workspace: Workspace) -> None:
-            for kernel, arguments in (
-                (kernels.dispatch_send_kernel, record),
-                (kernels.dispatch_receive_kernel, taken),
-            ):
-                launch = workspace.kernel_launch(kernel, grid, arguments, **options)
-                communicator.compute.launch(launch)
-
-        return communicator.enqueue("dispatch", layout, body)
+        options = slot_options(configuration)
+        send = kernels.dispatch_send_kernel, grid, record, options
+        receive = kernels.dispatch_receive_kernel, grid, taken, options
+        return enqueue_kernel(communicator, "dispatch", layout, *send, [receive])
 
     def _parts(self, routes: HostRoutes, weights: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Return, for each matrix that travels: the matrix, the rows to send in order, and the result."""
@@ -444,6 +441,8 @@ def arguments_of(
     terms: AbstractContextManager[None] = nullcontext()
     if isinstance(x, Scaled):
         x, terms = packed_tokens(x)
+    elif not is_traced():
+        terms = comparing(format_term(""))
     data, scales = values_and_scales(x)
     routing = routing_of(num_experts, **how)
     return DispatchArguments(data, scales, topk_idx, topk_weights, *routing), terms
@@ -508,12 +507,10 @@ def results(record: DispatchArguments, size: int, rows: Any = None) -> list[Tens
 
 
 def start(communicator: Communicator, record: DispatchArguments) -> Started:
-    tensors = None
-    if record.max_tokens:
-        with communicator.accepting(DISPATCH):
-            tensors = results(record, communicator.world_size)
-    if tensors is None:
+    if not record.max_tokens:
         return Started(dispatch_rows(communicator, (record, None)), None)
+    with communicator.accepting(DISPATCH):
+        tensors = results(record, communicator.world_size)
     return Started(tensors, dispatch_rows(communicator, (record, tensors), async_op=True))
 
 

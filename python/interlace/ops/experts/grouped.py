@@ -30,7 +30,7 @@ from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.block_scaled import product
-from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term, length_along_k
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Example,
@@ -71,14 +71,14 @@ class Routes:
     """The routes of one call in whole numbers, the same on all ranks, except ``rank``, which is this one.
 
     Legend: ``counts[s][e]`` is how many rows rank s has for expert e; a rank's rows are sorted by expert.
-    ``blocks[r]`` are the experts of rank r, (first, end): all of them for gathered rows, its own for
-    exchanged ones. A *segment* is the rows of one expert from one source. A rank's results are in the order
-    (expert, source, row of the source), and so is its workspace.
+    ``experts`` of a rank: all of them for gathered rows, its own for exchanged ones. A *segment* is the
+    rows of one expert from one source. A rank's results are in the order (expert, source, row of the
+    source), and so is its workspace.
     """
 
     rank: int
     counts: tuple[tuple[int, ...], ...]
-    blocks: tuple[tuple[int, int], ...]
+    experts: int
 
     @property
     def world_size(self) -> int:
@@ -89,11 +89,14 @@ class Routes:
         """The first rows of experts, by source and expert; the number of all rows last."""
         return [list(prefix_sums(count)) for count in self.counts]
 
+    def experts_of(self, rank: int) -> range:
+        first = rank * self.experts % len(self.counts[0])
+        return range(first, first + self.experts)
+
     def block(self, source: int, rank: int) -> tuple[int, int]:
         """Return the rows of ``source`` that go to ``rank``: (first, rows)."""
-        first, end = self.blocks[rank]
-        begin = self.firsts[source][first]
-        return begin, self.firsts[source][end] - begin
+        experts, firsts = self.experts_of(rank), self.firsts[source]
+        return firsts[experts.start], firsts[experts.stop] - firsts[experts.start]
 
     def received(self, rank: int) -> int:
         return sum(self.block(source, rank)[1] for source in range(self.world_size))
@@ -109,8 +112,7 @@ class Routes:
     @cached_property
     def _splits(self) -> tuple[int, list[int], int]:
         """Return numbers for ``launch_formulas.py``: ranks, their rows by expert, experts of a rank."""
-        first, end = self.blocks[0]
-        return self.world_size, [rows for each in self.counts for rows in each], end - first
+        return self.world_size, [rows for each in self.counts for rows in each], self.experts
 
     def segments(self, rank: int) -> list[list[RouteSegment]]:
         """Return ``rank``'s segments by expert and source; experts count from its first one."""
@@ -118,7 +120,7 @@ class Routes:
         sources = list(zip(self.counts, self.firsts, strict=True))
         return [
             [RouteSegment(next(to), rows[expert], firsts[expert]) for rows, firsts in sources]
-            for expert in range(*self.blocks[rank])
+            for expert in self.experts_of(rank)
         ]
 
     @cached_property
@@ -133,7 +135,7 @@ class Routes:
 
     def slots(self, chunk_rows: int) -> int:
         """Return the signal slots that the rank with the most rows, or the most experts, needs."""
-        return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
+        return self.experts * self.world_size + self.most_received // chunk_rows + 1
 
     def segment_lines(self) -> list[Line]:
         return [[*segment] for each in self.mine for segment in each]
@@ -348,7 +350,7 @@ def received_counts(name: str, value: Any, experts: int, world_size: int) -> lis
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
     k: tuple[str, int] = "k of input", call.input.shape[1]
     return (
-        ("format", call.format or None),
+        format_term(call.format),
         ("dtype of input", call.input.dtype),
         length_along_k(*k, call.format) if call.format else k,
         ("the number of experts", experts),
@@ -366,12 +368,8 @@ def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, i
     part = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
     answers = communicator.parts(Call(op, with_context(terms), part=part))
     experts = len(call.input_splits)
-    if op == GATHER:
-        blocks = [(0, experts)] * world_size
-    else:
-        each = experts // world_size
-        blocks = [(r * each, (r + 1) * each) for r in range(world_size)]
-    routes = Routes(rank, tuple(sent for sent, *_ in answers), tuple(blocks))
+    on_rank = experts if op == GATHER else experts // world_size
+    routes = Routes(rank, tuple(sent for sent, *_ in answers), on_rank)
     for receiver, (_, expected, _) in enumerate(answers):
         if expected is not None:
             _check_splits(op, routes, receiver, expected)
@@ -383,7 +381,7 @@ def _check_splits(op: str, routes: Routes, receiver: int, expected: Sequence[int
     for number, segment in enumerate(s for each in routes.segments(receiver) for s in each):
         if expected[number] != segment.rows:
             expert, source = divmod(number, routes.world_size)
-            expert += routes.blocks[receiver][0]
+            expert += routes.experts_of(receiver).start
             raise ValueError(
                 f"{op}: output_splits[{number}] (expert {expert} from rank {source}) is "
                 f"{expected[number]} on rank {receiver}, input_splits[{expert}] is {segment.rows} on "
@@ -566,7 +564,7 @@ class GroupedMatmul:
         outputs = [part.view(-1) for part in torch.split(arrived, counts)]
         call = Call(self.op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
         flat = input.contiguous()
-        if len(set(routes.blocks)) == 1:  # all experts everywhere: every rank's rows go to all
+        if routes.experts == len(routes.counts[0]):  # every rank's rows go to all
             event = communicator.engine.all_gather(call, outputs, flat.view(-1))
         else:
             sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]

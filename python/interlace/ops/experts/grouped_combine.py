@@ -26,7 +26,7 @@ from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.experts import combine as kernels
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.collectives.launch import resident_programs
+from interlace.ops.collectives.launch import enqueue_kernel, resident_programs
 from interlace.ops.experts import combine, dispatch
 from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, of_sums, pipelined_home
 from interlace.ops.experts.dispatch import (
@@ -62,7 +62,7 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.block_scaled import call_in
-from interlace.ops.matmul.formats import OPERAND_FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Op,
@@ -78,7 +78,7 @@ from interlace.ops.op.recording import Ops, call
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
-from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.memory import Layout
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.configuration import Configuration
@@ -163,7 +163,7 @@ class CheckedCombine(NamedTuple):
 
     def terms(self) -> Terms:
         return (
-            ("format", self.format or None),
+            format_term(self.format),
             ("dtype of input", self.input.dtype),
             ("n of weight", self.weight.shape[2]),
             ("the number of experts", self.assignment.experts),
@@ -205,13 +205,9 @@ class GroupedMatmulCombine:
         row_bytes = home.output.shape[1] * home.output.element_size()
         layout = Layout(communicator.world_size * grid, most_home_rows * row_bytes)
         options = operands.launch_options(configuration, self.input)
-
-        def body(workspace: Workspace) -> None:
-            kernel = kernels.grouped_matmul_combine_kernel
-            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
-            home.keep(communicator, workspace)
-
-        return communicator.enqueue(OP, layout, body)
+        launch = kernels.grouped_matmul_combine_kernel, grid, arguments, options
+        keep = partial(home.keep, communicator)
+        return enqueue_kernel(communicator, OP, layout, *launch, finish=keep)
 
     def pipelined(self, routes: HostRoutes) -> Event:
         stream = self.communicator.compute

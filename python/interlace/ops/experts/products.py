@@ -11,9 +11,15 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import BlockFormatName
 from interlace.ops.experts.routing import Received
-from interlace.ops.matmul.block_scaled import product, product_of_rows, refuse_second_gradient
+from interlace.ops.matmul.block_scaled import (
+    check_numbers,
+    product,
+    product_of_rows,
+    refuse_second_gradient,
+)
 from interlace.ops.matmul.formats import format_named
 from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.communicator import requires_gradients
 
 ALIGNED = 16  # bytes, for all strides of torch's grouped matmul
 Tensor = torch.Tensor
@@ -27,10 +33,11 @@ def multiply(
     ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``. Returns ``(rows, n)``,
     after a low-latency dispatch ``(experts, most rows, n)``; unused rows may have any value. Gradients go
     to both. The host of a GPU does not wait for counts in two cases: the rows are of low latency, or
-    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. With ``format`` it
-    waits: then the rows and the weight are multiplied in a block-scaled format, such as "mxfp8", and so are
-    the factors of their gradients, as in :func:`interlace.all_to_all_grouped_matmul`. Raises ValueError
-    for other shapes, TypeError if ``received`` is not a dispatch's result or ``weight`` is not a tensor.
+    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. With ``format``
+    the rows and the weight are multiplied in a block-scaled format, such as "mxfp8", and so are the factors
+    of their gradients, as in :func:`interlace.all_to_all_grouped_matmul`. Then the host waits unless the
+    rows are of low latency and need no gradient. Raises ValueError for other shapes, TypeError if
+    ``received`` is not a dispatch's result or ``weight`` is not a tensor.
     Semantics: ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
 
     >>> def on_rank():
@@ -55,7 +62,10 @@ def multiply(
             f"{tuple(weight.shape)}"
         )
     if format is not None:
-        kind = format_named(format).name
+        kind = check_products(x, weight, format)
+        if x.dim() == 3 and not requires_gradients(x, weight):
+            pairs = zip(x, weight, strict=True)
+            return torch.stack([product(*pair, kind, by_row=True) for pair in pairs])
         rows = multiply_in_graph(x.flatten(0, -2), weight, received.segments, kind)
         return rows.view(*x.shape[:-1], weight.shape[2])  # type: ignore[no-any-return]
     if x.dim() == 3:
@@ -64,6 +74,17 @@ def multiply(
         return torch._grouped_mm(x, weight, offs=received.offsets)
     traced = torch.compiler.is_compiling() or modes_active()
     return (multiply_in_graph if traced else multiplied)(x, weight, received.segments, "")
+
+
+def check_products(x: Tensor, weight: Tensor, format: str) -> str:
+    """Return the name of a format in which rows and weights can be multiplied, and their gradients."""
+    kind = format_named(format)
+    for name, value in (("received.x", x), ("weight", weight)):
+        check_numbers(name, value)
+    kind.check_shape("received.x", x.shape)
+    if requires_gradients(x, weight):  # a gradient of x has blocks along n
+        kind.check_shape("weight", weight.shape)
+    return kind.name
 
 
 def of_weights(

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.checks import has_memory, inner_length
+from interlace.arguments.checks import check_layout, has_memory, inner_length
 from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
     E4M3,
-    E5M2,
     E8M0,
     FORMATS,
     FP4,
@@ -37,6 +36,7 @@ from interlace.ops.matmul.formats import (
     SWIZZLE_ROWS,
     Scaled,
     format_named,
+    format_term,
     multiply_packed,
     operand_format,
     packed_rows,
@@ -66,6 +66,8 @@ from interlace.runtime.core.stream import Outcome
 FACTORS = ("input", "weight", "weights")
 OF_EXPERTS = ("input_splits", "home_splits", "segments")
 """Names of arguments that only ops with a weight for each expert have."""
+ONE_BYTE = (E8M0, torch.uint8, E4M3)
+"""The dtypes of scales for blocks of 32 or 16 numbers; uint8 are the bits of float8_e8m0fnu."""
 
 
 def _refuse(*_: Any) -> Any:
@@ -167,7 +169,7 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return ""
-    if scales.dtype == E8M0:
+    if scales.dtype in (E8M0, torch.uint8):
         return "mxfp4" if values.dtype in (FP4, torch.uint8) else "mxfp8"
     if scales.dtype == E4M3:
         return "nvfp4"
@@ -183,7 +185,7 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
 
 def _swizzled_sizes(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
     kind = FORMATS["nvfp4"] if dtype == E4M3 else FORMATS["mxfp8"]
-    packed = 1 if matrix.dtype in (E4M3, E5M2) else 2
+    packed = 2 if matrix.dtype in (FP4, torch.uint8) else 1
     *leading, length = matrix.shape
     rows, blocks = math.prod(leading), -(-length * packed // kind.block)
     of_rows, of_blocks = -(-rows // SWIZZLE_ROWS), -(-blocks // SWIZZLE_COLUMNS)
@@ -192,8 +194,7 @@ def _swizzled_sizes(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int,
 
 def are_swizzled_scales_of(values: torch.Tensor, scales: torch.Tensor) -> bool:
     """Return whether ``scales`` have one byte each, and the number of swizzled scales of ``values``."""
-    one_byte = scales.dtype in (E8M0, E4M3)
-    return one_byte and scales.numel() == _swizzled_sizes(values, scales.dtype)[2]
+    return scales.dtype in ONE_BYTE and scales.numel() == _swizzled_sizes(values, scales.dtype)[2]
 
 
 def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
@@ -201,7 +202,7 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
 
     Their shape does not matter, as torch ignores it. Raises ValueError for another number of scales.
     """
-    if scales.dtype not in (E8M0, E4M3):
+    if scales.dtype not in ONE_BYTE:
         return scales
     matrix = values if inner == -1 else values.mT
     *leading, _ = matrix.shape
@@ -209,7 +210,8 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
     if scales.numel() != wanted:
         raise ValueError(
             f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
-            f"them: {wanted} for values of shape {tuple(values.shape)}; got shape {tuple(scales.shape)}"
+            f"them: {wanted} for {values.dtype} values of shape {tuple(values.shape)}; got shape "
+            f"{tuple(scales.shape)}"
         )
     plain = unswizzle(scales.reshape(-1), rows, blocks).view(*leading, blocks)
     return plain if inner == -1 else plain.mT
@@ -225,6 +227,12 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
     pairs = [input, *weights]
     formats = [format_of(*each, -2 if index else -1) for index, each in enumerate(pairs)]
     if not any(formats):
+        for index, (_, scales) in enumerate(pairs):
+            if isinstance(scales, torch.Tensor) and scales.dtype != torch.float32:
+                raise TypeError(
+                    f"{name_of(index, len(weights) > 1)}: scales must be float32, or for blocks also "
+                    f"float8_e8m0fnu (or its bits, uint8) or float8_e4m3fn; got {scales.dtype}"
+                )
         return []
     # Operands without blocks should have the others' format.
     likely = next(filter(None, formats))
@@ -363,7 +371,7 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
                 f"interlace.quantize(input, {kind.name!r}) without format="
             )
     if not are_scaled(*operands):
-        _check_numbers(record)
+        _check_record(record)
         return operands
     (input, *weights), by_row = operands, _is_of_experts(record)
     matrices = [
@@ -377,22 +385,18 @@ def _operands_in(record: Any, operands: list[Any]) -> list[Any]:
     return matrices
 
 
-def _check_numbers(record: Any, *, packed: bool = False) -> None:
+def _check_record(record: Any, *, packed: bool = False) -> None:
     """Raise unless the factors are floats to quantise and multiply; weights may be ``packed`` columns."""
     _, several, operands = _factors(record)
     input, kind = operands[0], format_named(record.format)
     for index, each in enumerate(operands):
         name = name_of(index, several)
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
-        if packed and index and each.dtype == torch.uint8:
+        if packed and index and getattr(each, "dtype", None) == torch.uint8:
             continue
-        if not each.is_floating_point() or each.dtype.itemsize < 2:
-            raise TypeError(
-                f"{name} must be a float tensor that format= quantizes, got {each.dtype}"
-            )
+        check_numbers(name, each)
         if not index:
             kind.check_shape(name, each.shape)
+            _check_dim(record, each.dim() - 1)
             continue
         dims, shape = _dimensions_of_weight(record)
         if each.dim() != dims:
@@ -401,13 +405,26 @@ def _check_numbers(record: Any, *, packed: bool = False) -> None:
         if requires_gradients(input):  # its gradient has blocks along n
             kind.check_shape(name, each.shape)
         inner_length(name, each.shape[-2], input)
+
+
+def check_numbers(name: str, tensor: object) -> None:
+    """Raise TypeError unless ``tensor`` has floats to quantise."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_layout(name, tensor)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise TypeError(f"{name} must be a float tensor that format= quantizes, got {tensor.dtype}")
+
+
+def _check_dim(record: Any, last: int) -> None:
+    """Raise ValueError if the record gathers along the ``last`` dimension, or a gradient would."""
     gathers = hasattr(record, "gather_dim")
     name = "gather_dim" if gathers else "scatter_dim"
     dim = getattr(record, name, None)
-    if dim in (-1, input.dim() - 1) and (gathers or learns(record)):
+    if dim in (-1, last) and (gathers or learns(record)):
         raise ValueError(
-            f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
-            "from several ranks"
+            f"{name} must not be the last one, {dim}, with format={record.format!r}: blocks would have "
+            "numbers from several ranks"
         )
 
 
@@ -419,7 +436,7 @@ def quantize_record(record: Any) -> Any:
     name, several, (input, *weights) = _factors(record)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return record
-    _check_numbers(record, packed=True)
+    _check_record(record, packed=True)
     by_row = _is_of_experts(record)
     columns = [packed_weight(each, record.format, by_row=by_row) for each in weights]
     rows = quantized_rows(input, record.format, False, by_row)
@@ -494,12 +511,12 @@ def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, contextlib.AbstractCont
     if is_traced():
         return packed_rows(tokens), contextlib.nullcontext()
     _check_scales("x", tokens)
-    return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))
+    return packed_rows(tokens), comparing(format_term(tokens.format), ("k", tokens.shape[-1]))
 
 
 def _check_scales(name: str, operand: Scaled) -> None:
     """Check scales, unless the host would wait for a device, or tensors have no real values."""
-    like = operand.values.new_empty(1)
+    like = operand.values.new_empty(1, dtype=torch.uint8)
     if like.is_cpu and has_memory(like):
         with naming(name):
             operand.check_scales()

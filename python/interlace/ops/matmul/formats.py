@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from interlace.arguments.checks import has_memory
+from interlace.arguments.checks import check_layout, has_memory
 from interlace.arguments.words import BlockFormatName
 from interlace.kernels.block_scales import INNER
 from interlace.runtime.numerics.exact import matrix_product
@@ -168,6 +168,11 @@ def length_along_k(name: str, length: int, format: str) -> tuple[str, int]:
     return f"{name} (k is a number of values, padded to {INNER})", numbers
 
 
+def format_term(format: str) -> tuple[str, str]:
+    """Return a term for ranks to compare: the format of the operands, or that they are tensors."""
+    return "format of the operands", format or "None (plain tensors)"
+
+
 def format_named(name: object, formats: Mapping[str, BlockFormat] = FORMATS) -> BlockFormat:
     if not isinstance(name, str) or name not in formats:
         raise ValueError(
@@ -194,7 +199,8 @@ class Scaled:
         None is 1.
     inner : the dimension k, -1 or -2. :meth:`t` exchanges both, for a weight, which is ``(k, n)``.
 
-    Raises ValueError or TypeError that names the value that was passed and the format's requirement.
+    Raises ValueError or TypeError that names the value that was passed and the format's requirement, on
+    this rank only: nothing is communicated.
 
     Only the same object is equal to it; to compare numbers, compare the results of :meth:`dequantize`. It
     can be pickled, copied, and stored by ``torch.save``; ``torch.load`` reads it as it reads tensors.
@@ -220,7 +226,8 @@ class Scaled:
             object.__setattr__(self, "format", kind.name)
         if self.inner not in (-1, -2):
             raise ValueError(f"inner must be -1 or -2, got {self.inner!r}")
-        values = _of_dtype("values", self.values, kind.name, kind.values)
+        alternatives = [E5M2] if kind.name == "mxfp8" else []
+        values = _of_dtype("values", self.values, kind.name, kind.values, *alternatives)
         if values.dim() < 2:
             raise ValueError(f"values must have at least 2 dimensions, got {tuple(values.shape)}")
         scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
@@ -321,8 +328,8 @@ class Scaled:
     def advice(self) -> str:
         """The text that an error adds to this class' name if only a tensor is accepted."""
         return (
-            f" in {self.format}, which only matmuls and dispatches accept; pass dequantize()'s result, "
-            "or its values and scales one after the other"
+            f" in {self.format}, which only dispatches accept, and matmuls whose input and weights all are "
+            "Scaled; pass dequantize()'s result, or its values and scales one after the other"
         )
 
     def to(self, device: torch.device | str | int) -> Scaled:
@@ -414,15 +421,18 @@ class Scaled:
         return (product if self.inner == -1 else product.mT).to(dtype)
 
 
-def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` in that dtype, or its bytes if torch has no arithmetic for the dtype."""
+def _of_dtype(
+    name: str, tensor: object, of: str, dtype: torch.dtype, *alternatives: torch.dtype
+) -> Tensor:
+    """Return ``tensor``, whose dtype is that one, uint8 for its bits, or one of the ``alternatives``."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype == torch.uint8 and dtype in (FP4, E8M0):
-        return tensor.view(dtype)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} of {of} must be {dtype}, got {tensor.dtype}")
-    return tensor
+    check_layout(name, tensor)
+    accepted = (dtype, torch.uint8) if dtype in (FP4, E8M0) else (dtype, *alternatives)
+    if tensor.dtype not in accepted:
+        names = " or ".join(map(str, accepted))
+        raise TypeError(f"{name} of {of} must be {names}, got {tensor.dtype}")
+    return tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
 
 
 def _whole(kind: BlockFormat, whole: object, shape: Sequence[int], inner: int) -> Tensor:
@@ -473,9 +483,9 @@ def quantize(
     A float64 number beyond float32's largest is infinity.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
-    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification and torchao's default round
-    the exponent of a scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine and
-    torchao's ``ScaleCalculationMode.RCEIL`` round it up, as here.
+    gradient, on this rank only: nothing is communicated. Source: OCP MX Specification v1.0, section 6.3.
+    The specification and torchao's default round the exponent of a scale down, so that the largest numbers
+    saturate. NVIDIA's Transformer Engine and torchao's ``ScaleCalculationMode.RCEIL`` round it up, as here.
 
     >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
     tensor([[ 1., -3.]])
@@ -484,6 +494,7 @@ def quantize(
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"x must be a tensor of float16, bfloat16, float32 or float64, got {got}")
+    check_layout("x", x)
     kind.check_shape("x", x.shape)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")

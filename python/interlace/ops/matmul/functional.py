@@ -87,10 +87,10 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record with weights and biases as callers pass them."""
-    op, input, asked = OP, record.input, record.return_gathered
+    op, form, input, asked = OP, OP, record.input, record.return_gathered
     terms: AbstractContextManager[None] = nullcontext()
     if record.format or isinstance(input, Scaled) or isinstance(record.weights, Scaled):
-        op, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+        form, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     weight, bias = record.weights, record.biases
     check(op, group, tag, {"gather_dim": record.gather_dim}, input=record.input)
     several = not isinstance(weight, Tensor)
@@ -111,7 +111,7 @@ def gather(
     saved = save_gathered and not record.format and keeps(False, weights)
     record.return_gathered = asked or saved
     with terms:
-        packed_call = run_record(op, group, tag, record)
+        packed_call = run_record(form, group, tag, record)
     outputs = packed_call[: len(weights)] if several else packed_call[0]
     return (
         block_scaled.with_gathered(input, (packed_call[len(weights)], outputs))
@@ -287,10 +287,11 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    form = op
     terms: AbstractContextManager[None] = nullcontext()
     scaled = isinstance(record.input, Scaled) or isinstance(record.weight, Scaled)
     if multiplies and (record.format or scaled):
-        op, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
+        form, record, terms = block_scaled.packed_by_functional(op, record, group, tag)
     factors: dict[str, Any] = {"input": record.input}
     if multiplies:
         factors = {"input": record.input, "weight": record.weight}
@@ -301,7 +302,7 @@ def reduce(
         record.length = own_length(group, tag, record.input, columns, record.scatter_dim)
     record.reduce_op = name_of(record.reduce_op)
     if norm is not None and multiplies:
-        op = f"{op}_norm"
+        form = f"{form}_norm"
     try:
         take_norm(record, norm, quantize)
     except (TypeError, ValueError) as error:
@@ -310,7 +311,7 @@ def reduce(
         of_norm = {"weight of norm": record.norm_weight, "bias of norm": record.norm_bias}
         check(op, group, tag, None, input=record.input, residual=record.residual, **of_norm)
     with terms:
-        made = run_record(op, group, tag, record)
+        made = run_record(form, group, tag, record)
     return pair_results(made, record.quantize) if record.kind else made
 
 
@@ -351,7 +352,7 @@ def all_gather_scaled_matmul(
     [[4.0, 4.0], [4.0, 4.0]]
     """
     op = "all_gather_scaled_matmul"
-    several = not isinstance(weight, Tensor)
+    several = isinstance(weight, (list, tuple))
     weights: list[Any] = list(weight) if several else [weight]
     scales: list[Any] = (
         list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]

@@ -16,7 +16,7 @@ from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
-from interlace.ops.matmul.formats import OPERAND_FORMATS, length_along_k
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term, length_along_k
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -166,7 +166,7 @@ def _agree(
     terms = (
         ("the number of dimensions of input", len(shape)),
         ("gather_dim", dim),
-        ("format", format or None),
+        format_term(format),
         (of_shape, (*leading, last)),
         ("dtype of input", dtype),
         ("algorithm", operands.algorithm),

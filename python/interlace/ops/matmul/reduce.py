@@ -18,7 +18,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
-from interlace.ops.matmul.formats import OPERAND_FORMATS
+from interlace.ops.matmul.formats import OPERAND_FORMATS, format_term
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -222,7 +222,7 @@ class CheckedReduce:
         """Exchange terms with all ranks and raise on any mismatch; find the largest ``k``."""
         *lengths, inner = self.input.shape
         terms = (
-            ("format", self.format.name if self.format else None),
+            format_term(self.format.name if self.format else ""),
             ("dtype of input", self.input.dtype),
             ("the shape of input without k", tuple(lengths)),
             ("the columns of weight", self.weight.shape[1]),

@@ -153,10 +153,11 @@ def check(
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {checks.describe(value)}"
             refuse(op, group, tag, TypeError(text))
-        # in a backward, Dynamo cannot read the layout
-        if known and value.layout is not torch.strided:
-            text = f"{name} must be a strided tensor, got {value.layout}"
-            refuse(op, group, tag, TypeError(text))
+        if known:  # in a backward, Dynamo cannot read the layout
+            try:
+                checks.check_layout(name, value)
+            except TypeError as error:
+                refuse(op, group, tag, error)
     if known:
         on_meta = [name for name, value in record.items() if value.is_meta]
         if on_meta and len(on_meta) < len(record):  # torch would run nothing

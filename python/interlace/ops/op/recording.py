@@ -13,6 +13,7 @@ All ranks' tensors must require the same gradients. Ranks compare this when the 
 
 import contextlib
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -128,7 +129,7 @@ def _bound(group: Communicator | str, size: int) -> Communicator:
 def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
     """Raise on all ranks, before anything runs, for an argument that does not fit the schema."""
     for (name, kind), value in zip(op.kinds.items(), values, strict=True):
-        words, fits = _accepted_values(kind)
+        words, fits = _ACCEPTED[kind]
         if not fits(value):
             error = TypeError(f"{name} must be {words}, got {type(value).__name__}")
             if not (torch.compiler.is_compiling() or modes_active()):
@@ -136,7 +137,6 @@ def _check_types(op: Op, values: Sequence[Any], size: Any, group: Any) -> None:
             raise error
 
 
-@functools.cache
 def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
     """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
@@ -150,6 +150,13 @@ def _accepted_values(kind: str) -> tuple[str, Callable[[Any], bool]]:
         )
     words, types = _TYPES[kind]
     return words, lambda value: isinstance(value, types)
+
+
+# A table, because Dynamo warns of a cached function in a backward that it traces.
+_ACCEPTED = {
+    f"{kind}{suffix}": _accepted_values(f"{kind}{suffix}")
+    for kind, suffix in itertools.product(_TYPES, ("", "?", "[]", "?[]", "[]?"))
+}
 
 
 def is_seen(operands: Sequence[torch.Tensor]) -> bool:
@@ -186,11 +193,6 @@ def _is_parameter(kind: type) -> bool:
         getattr(kind, name) == getattr(plain, name)
         for name in ("__torch_function__", "__torch_dispatch__")
     )
-
-
-def unseen(operands: Sequence[torch.Tensor]) -> bool:
-    """Return False: nothing looks at the call."""
-    return False
 
 
 def _prepare(op: Op, communicator: Communicator, record: Any) -> Any:
@@ -278,20 +280,20 @@ def run_recorded(
     async_op: bool,
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
-    look: Callable[[Sequence[torch.Tensor]], bool] = is_seen,
+    look: Callable[[Sequence[torch.Tensor]], bool] | None = is_seen,
     differs: bool = False,
 ) -> Any:
     """Make an eager call, record it, and return ``finish`` of its results, or a Work for that.
 
     ``run(given, async_op)`` makes the call. ``results`` converts the arguments and the call's results to
     those in torch's op. If ``look`` says that the call must be visible, it goes through the dispatcher, and
-    ``results`` gets None.
+    ``results`` gets None. Without ``look`` no call must be visible.
 
     Ranks agree on the tensors that require a gradient: another rank's backward would wait for this one.
     Tensors whose gradients need no communication, such as a bias, are not compared. But if the call
     ``differs`` from a call without any gradient, ranks compare whether there is one.
     """
-    if look(op.tensors_of(given)):
+    if look is not None and look(op.tensors_of(given)):
         given, _ = results(given, None)
         values = [getattr(given, name) for name in op.kinds]
         result = call(op.name, *values, communicator.world_size, communicator)

@@ -430,7 +430,7 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows, EXPERTS)
     counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
-    routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
+    routes = Routes(0, counts, EXPERTS)
     call = "all_gather_grouped_matmul", input, linear, routes, None
     (launch,) = launches_of(lambda group: GroupedMatmul(group, *call).fused(configuration))
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")

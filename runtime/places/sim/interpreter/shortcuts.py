@@ -26,13 +26,13 @@ given it; test_interpreter_shortcuts.py compares. Integers wrap around, without 
 the session omits anyway.
 
 Inside :func:`call_shortcuts` loads, stores, ranges and the creation of tensors handle these cases and leave
-all others to the front end. Results have its types, shapes, bits; test_interpreter_calls.py compares::
+all others to the front end. Results have its types, shapes, bits, which the same tests compare::
 
     tl.load      of pointers to numbers, of at least 8 bits; mask: none, or of the shape of the pointers;
                  other: none, or 0 (not for fp8: Triton converts no integer to it); no options
     tl.store     of numbers of the pointers' element type and shape, mask as above, or none; no options
     tl.atomic_*  add, xchg, and, or, xor of int32 and int64, by a number of the pointers' element type and
-                 shape, or one within int32; no mask; cas of one int32
+                 shape, or one within int32; no mask
     tl.arange    of two Python numbers or constexprs that it has been called with before
     tl.tensor    the shape and the number of elements are made once for every shape
     block_type   ... of another element type is made once for every type of numbers
@@ -448,23 +448,6 @@ def _atomic(stock: Method, op: Any, builder: Any) -> Method:
     return atomic
 
 
-def _compare_and_swap(stock: Method, builder: Any) -> Method:
-    def atomic_cas(
-        pointer: Any, cmp: Any, val: Any, sem: object = None, scope: object = None, **named: object
-    ) -> Any:
-        words = None if named else _words(pointer, sem, scope)
-        if words is None or pointer.type.__class__ is tl.block_type or words[0].name != "int32":
-            return stock(pointer, cmp, val, sem, scope, **named)
-        element, order, reach = words
-        expected, value = _word(cmp, pointer, element), _word(val, pointer, element)
-        if expected is None or value is None:
-            return stock(pointer, cmp, val, sem, scope)
-        handle = builder.create_atomic_cas(pointer.handle, expected, value, order, reach)
-        return tl.tensor(handle, element)
-
-    return atomic_cas
-
-
 def _arange(stock: Method) -> Method:
     def arange(start: Any, end: Any, **named: object) -> tl.tensor:
         first = start.value if start.__class__ is tl.constexpr else start
@@ -520,7 +503,6 @@ def call_shortcuts(builder: object) -> list[Replacement]:
     ]
     return [
         *atomics,
-        (tl, "atomic_cas", _compare_and_swap(vars(tl)["atomic_cas"], builder)),
         (tl, "load", _load(tl.load, builder)),
         (tl, "store", _store(tl.store, builder)),
         (tl, "arange", _arange(tl.arange)),
