@@ -147,9 +147,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark everything under tests/gpu, and skip it where there is no GPU; sort for several workers."""
     config.stash[order.FILES] = {item.path for item in items}
     tiers.mark_cases(items)
+    on_gpu = {path for path in config.stash[order.FILES] if GPU_TESTS in path.parents}
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
     for item in items:
-        if GPU_TESTS in item.path.parents:
+        if item.path in on_gpu:
             item.add_marker(pytest.mark.gpu)
         if not HAS_CUDA and item.get_closest_marker("gpu"):
             item.add_marker(skip)

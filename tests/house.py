@@ -10,7 +10,9 @@
 """
 
 import ast
+import contextlib
 import functools
+import gc
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -218,6 +220,18 @@ def sources() -> dict[str, pathlib.PurePath]:
 parsed = functools.cache(ast.parse)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Hold back collections of garbage: they take longer than the parsing of many files, and find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def called_name(call: ast.Call) -> str:
     """The last part of what is called."""
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
@@ -235,6 +249,7 @@ def imported(source: str) -> Iterator[str]:
             yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
+@uncollected()
 def edges(texts: dict[str, str]) -> dict[str, set[str]]:
     """Module -> modules that it imports, out of module -> source."""
     found = {}

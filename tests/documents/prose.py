@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
+import house
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LONGEST_PAGE, LONGEST_PARAGRAPH, MOST_WORDS = 250, 5, 30
 KINDS = {
@@ -193,6 +195,7 @@ def texts_of_pages() -> list[Text]:
 
 
 @functools.cache
+@house.uncollected()
 def texts_of_files(folders: tuple[str, ...]) -> list[Text]:
     found = list[Text]()
     for folder in folders:
