@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import interlace
+from interlace.arguments.words import BlockFormatName
 from interlace.groups.groups import default_group
 from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
@@ -226,18 +227,19 @@ def _quantized_name(setting: Setting) -> str:
     return "fp8_static" if setting.call == 2 and kernel_makes_fp8(default_group()) else ""
 
 
-def _format(setting: Setting) -> str:
+def _format(setting: Setting) -> BlockFormatName:
     """Return the format of a call: scales of each dtype, numbers of 8 and of 4 bits, and a ``whole``."""
     return ("mxfp8", "nvfp4", "fp8_block128")[setting.call % 3]
 
 
 def _packed_numbers(setting: Setting, rows: int, whole: float = 2.0) -> torch.Tensor:
     """Return packed rows of whole numbers; neighbour blocks differ in scale, along k, rows and ranks."""
-    kind = FORMATS[_format(setting)]
+    format = _format(setting)
+    kind = FORMATS[format]
     block = torch.arange(WIDE) // kind.block
     factor = whole * 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
     of_all = torch.tensor(whole) if kind.whole else None
-    return packed_rows(quantize(setting.numbers(rows, WIDE) * factor, kind.name, whole=of_all))
+    return packed_rows(quantize(setting.numbers(rows, WIDE) * factor, format, whole=of_all))
 
 
 def _packed_weight(setting: Setting) -> torch.Tensor:
