@@ -1,8 +1,8 @@
 """Sizes and orders of launches: grids, signal slots, workspaces and tables, from whole numbers alone.
 
-The launch side of the algorithms calls these functions. A bundle that is built ahead of time has a copy of
-this file in its loader, ``load.py``, so a launch without Triton has the same numbers. So all values here are
-whole numbers, and lists and tuples of them.
+The launch side of the algorithms calls these functions. A bundle that is built ahead of time has a copy
+of this file in its loader, ``load.py``, so a launch without Triton has the same numbers. So all values here
+are whole numbers, and lists and tuples of them.
 
 Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); ``tiles_n`` is the number
 of tiles side by side; ``resident`` is how many programs the device keeps resident at once.
