@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.arguments.words import BlockFormatName
 from interlace.groups.groups import default_group
 from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
@@ -21,7 +20,7 @@ from interlace.ops.attention.decode import decode
 from interlace.ops.attention.problem import HEAD, HEADS, KEY_HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
 from interlace.ops.library import BY_NAME, IN_PLACE, OPS
-from interlace.ops.matmul.formats import FORMATS, packed_rows, quantize
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.ops.op.op import Example, Op, Setting, constant, finish
 from interlace.runtime.core.communicator import Communicator
@@ -227,19 +226,17 @@ def _quantized_name(setting: Setting) -> str:
     return "fp8_static" if setting.call == 2 and kernel_makes_fp8(default_group()) else ""
 
 
-def _format(setting: Setting) -> BlockFormatName:
+def _format(setting: Setting) -> str:
     """Return the format of a call: scales of each dtype, numbers of 8 and of 4 bits, and a ``whole``."""
     return ("mxfp8", "nvfp4", "fp8_block128")[setting.call % 3]
 
 
 def _packed_numbers(setting: Setting, rows: int, whole: float = 2.0) -> torch.Tensor:
     """Return packed rows of whole numbers; neighbour blocks differ in scale, along k, rows and ranks."""
-    format = _format(setting)
-    kind = FORMATS[format]
+    kind = FORMATS[_format(setting)]
     block = torch.arange(WIDE) // kind.block
     factor = whole * 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
-    of_all = torch.tensor(whole) if kind.whole else None
-    return packed_rows(quantize(setting.numbers(rows, WIDE) * factor, format, whole=of_all))
+    return kind.packed_rows(setting.numbers(rows, WIDE) * factor, whole)
 
 
 def _packed_weight(setting: Setting) -> torch.Tensor:

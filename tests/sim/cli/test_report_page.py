@@ -84,8 +84,8 @@ def line_of(text: str) -> int:
     return WRONG.splitlines().index(text) + 1
 
 
-LOADS = line_of("        total += tl.load(theirs + offsets)")
-STORES = line_of("    tl.store(own + offsets, tl.load(input_ptr + offsets))")
+LOADS = line_of("        total += tl.load(peer_buffer + offsets)")
+STORES = line_of("    tl.store(rank_buffer + offsets, tl.load(input_ptr + offsets))")
 
 
 # -- contents ------------------------------------------------------------------------------------
@@ -290,10 +290,10 @@ def test_a_click_shows_the_source_line(chromium: browser.Browser, written: pathl
     chromium.open(written)
     said, line = chromium.js(SHOWN)  # the second access of the race is open from the start
     assert "program" in said and "stores 64 elements" in said
-    assert "tl.store(own + offsets" in line and str(STORES) in line
+    assert "tl.store(rank_buffer + offsets" in line and str(STORES) in line
     chromium.click(".event.red")  # the first one
     said, line = chromium.js(SHOWN)
-    assert " loads " in said and "tl.load(theirs" in line and str(LOADS) in line
+    assert " loads " in said and "tl.load(peer_buffer" in line and str(LOADS) in line
     assert chromium.js("location.hash").startswith("#panel=0&view=0&event=")
     assert chromium.said == []
     assert all(url.startswith("file:") for url in chromium.asked)

@@ -111,10 +111,10 @@ class BlockFormat:
         """Return the scale of the whole tensor for numbers whose largest absolute value is ``most``."""
         return (most / (LARGEST[self.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
 
-    def packed_rows(self, rows: Tensor) -> Tensor:
-        """Quantise and pack rows of numbers ``[..., rows, k]``; the scale of the whole tensor is 1."""
-        whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
-        return packed_rows(quantize(rows, self.name, whole=whole))  # type: ignore[arg-type]
+    def packed_rows(self, rows: Tensor, whole: float = 1.0) -> Tensor:
+        """Quantise and pack ``[..., rows, k]``; ``whole`` is the scale of the tensor, if there is one."""
+        of_all = rows.new_full((), whole, dtype=torch.float32) if self.whole else None
+        return packed_rows(quantize(rows, self.name, whole=of_all))  # type: ignore[arg-type]
 
     @property
     def fast_accum(self) -> bool:
