@@ -373,14 +373,14 @@ def graph_text() -> str:
 
 
 def _rows(names: list[str]) -> list[list[str]]:
-    """Rows of at most four names, of nearly equal lengths."""
-    count = -(-len(names) // 4)
+    """Rows of at most three names, of nearly equal lengths."""
+    count = -(-len(names) // 3)
     return [names[number::count] for number in range(count)]
 
 
 def drawing() -> str:
     """Draw the graphs as an SVG: arrows point to the needed folders, and the lowest folders need none."""
-    width, high, wide, top, parts, places = 480, 28, 117, 20, [], {}
+    width, high, wide, top, parts, places = 480, 28, 136, 20, [], {}
     for title, graph in reversed(floors().items()):
         depths: dict[str, int] = {}
         for name in sorted(graph, key=lambda name: len(_all(graph, name))):
