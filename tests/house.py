@@ -221,7 +221,7 @@ parsed = functools.cache(ast.parse)
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Hold back collections of garbage: they take longer than the parsing of many files, and find none."""
     enabled = gc.isenabled()
     gc.disable()
@@ -249,7 +249,7 @@ def imported(source: str) -> Iterator[str]:
             yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
-@uncollected()
+@without_collection()
 def edges(texts: dict[str, str]) -> dict[str, set[str]]:
     """Module -> modules that it imports, out of module -> source."""
     found = {}

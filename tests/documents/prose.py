@@ -195,7 +195,7 @@ def texts_of_pages() -> list[Text]:
 
 
 @functools.cache
-@house.uncollected()
+@house.without_collection()
 def texts_of_files(folders: tuple[str, ...]) -> list[Text]:
     found = list[Text]()
     for folder in folders:

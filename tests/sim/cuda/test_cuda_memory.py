@@ -28,7 +28,7 @@ from stand_ins.replaced import replaced
 from tiers import thorough
 
 CPU = torch.device("cpu")
-HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+HANDLE_BYTES = 64  # the length of a cudaIpcMemHandle_t
 _c10d: Any = c10d
 
 
