@@ -2,9 +2,9 @@
 
 import doctest
 import importlib
-import importlib.util
 import pathlib
 import pkgutil
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,20 +23,24 @@ KNOWN = {
 ELSEWHERE = {"interlace_verify.lint_check.check"}
 
 
-def _has_examples(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
-    return ">>> " in pathlib.Path(spec.origin).read_text()
+def _modules(package: ModuleType) -> dict[str, str]:
+    """Return the files of a package's modules by name; in ``sys.modules`` some have been replaced."""
+    assert package.__file__ is not None
+    files = {package.__name__: package.__file__}
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        spec = module.module_finder.find_spec(module.name, None)
+        assert spec is not None and spec.origin is not None
+        files[module.name] = spec.origin
+    return files
 
 
 MODULES = [
     name
     for package in (interlace, interlace_verify)
-    for name in [
-        package.__name__,
-        *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
-    ]
-    if name not in ELSEWHERE and not name.endswith("__main__") and _has_examples(name)
+    for name, file in _modules(package).items()
+    if name not in ELSEWHERE
+    and not name.endswith("__main__")
+    and ">>> " in pathlib.Path(file).read_text()
 ]
 
 
