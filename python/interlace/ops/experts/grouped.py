@@ -71,9 +71,9 @@ class Routes:
     """The routes of one call in whole numbers, the same on all ranks, except ``rank``, which is this one.
 
     Legend: ``counts[s][e]`` is how many rows rank s has for expert e; a rank's rows are sorted by expert.
-    ``experts`` of a rank: all of them for gathered rows, its own for exchanged ones. A *segment* is the
-    rows of one expert from one source. A rank's results are in the order (expert, source, row of the
-    source), and so is its workspace.
+    ``experts`` is the number of experts on a rank: all experts for gathered rows, a part of them for
+    exchanged rows. A *segment* is the rows of one expert from one source. A rank's results are in the order
+    (expert, source, row of the source), and so is its workspace.
     """
 
     rank: int
