@@ -414,7 +414,8 @@ def _from_name(name: str) -> Communicator:
     except (RuntimeError, LookupError, ValueError) as error:
         raise ValueError(
             f"group: there is no group named {name!r} on rank {whole.rank}; use {DEFAULT_NAME!r} for all "
-            f"ranks, the name of a new_group, or the name of one of torch's groups"
+            f"ranks, the name of a new_group, the name of one of torch's groups, or the name of a "
+            f"GroupSpec after GroupSpec.bind(group)"
         ) from error
     return _from_process_group(torch_group)
 
