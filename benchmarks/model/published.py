@@ -131,8 +131,8 @@ TD_NODE_SCATTER = {4096: 1.13, 8192: 1.34, 16384: 1.51, 32768: 1.58, 65536: 1.57
 # Why an error of the model is larger than 15 %, by group of figures. "Too long" and "too short" compare
 # the model's times with the published ones; the baseline is NCCL + cuBLAS.
 _HOST = (
-    "the published time hardly depends on the size, so it is Python's time, and the model's one cost per "
-    "operator does not fit all projects, versions and hosts; the baseline is 13-15 % too long"
+    "the published time hardly depends on the size, so Python sets it. One cost per operator does not fit "
+    "all projects, versions and hosts. The baseline is 13-15 % too long"
 )
 WHY = {
     (SMR, "SMR"): "the smallest case, which Python issues: the model is 15 % too short; "
@@ -142,8 +142,8 @@ WHY = {
     (
         KRAKEN_AG,
         "symm_mem",
-    ): "eight matmuls of 128 and 256 rows, each published as 146 us at K = 16384, "
-    "although memory traffic would allow 101 us: the model does not know how cuBLAS runs thin matmuls",
+    ): "eight matmuls of 128 and 256 rows, each published as 146 us at K = 16384. "
+    "Memory traffic would allow 101 us. The model does not know how cuBLAS runs thin matmuls",
     (KRAKEN_RS, "symm_mem"): _HOST,
     (KRAKEN_RS, "Kraken"): _HOST,
     (ASYNC_TP, "symm_mem"): "the time is fitted; the baseline is 15 % too long",

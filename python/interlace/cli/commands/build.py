@@ -74,7 +74,7 @@ class BuildOptions(CommandOptions):
     path: str | None = option(
         None,
         choices=("auto", "tma", "pointers"),
-        help="how kernels load their operands (default auto)",
+        help="loads by descriptors, by pointers, or as interlace chooses (default auto)",
     )
     rows: int | None = option(
         None, type=positive_int, metavar="N", help="rows of a rank (default 4096)"
@@ -100,7 +100,7 @@ class BuildOptions(CommandOptions):
     gather: str | None = option(
         None,
         choices=("none", "normed", "both"),
-        help="what all ranks get: none (default), the normed rows, or both the normed rows and the sums",
+        help="give all ranks nothing (default), the normed rows, or both the normed rows and the sums",
     )
     format: str | None = option(
         None,

@@ -57,7 +57,7 @@ class CheckCase(ABC):
     branch: str = ""
     by_switch: bool = False
     by_kernels: bool = False
-    unit: ClassVar[str] = "elements"  # of a shape that is one number
+    unit: ClassVar[str] = "elements"  # the unit, if the shape is one number
 
     @property
     def shape(self) -> str:
