@@ -312,8 +312,8 @@ def fuse(
             if along is not None:
                 replaced |= _with_waits(along)
                 carried[along.start] = candidate.op
-    others = [node for node in other_collectives(graph) if node not in replaced]
-    report.candidates += map(_other, others)
+    remaining = [node for node in other_collectives(graph) if node not in replaced]
+    report.candidates += map(_other, remaining)
     if replaced:
         nodes.in_order(graph)
         # torch treats waits as impure; the waits of replaced collectives are not

@@ -525,8 +525,10 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
                     place=place,
                     timeout=options.timeout,
                 )
-            failed = SizeResult(None, *problems, request.label) if problems else None
-            results.append(failed or SizeResult(found[0]))
+            if problems:
+                results.append(SizeResult(None, problems[0], request.label))
+            else:
+                results.append(SizeResult(found[0]))
     return results
 
 
