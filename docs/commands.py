@@ -12,10 +12,10 @@ DOCS = Path(__file__).resolve().parent
 FOLDER = "reference/commands"
 EXIT_CODES = {
     0: "all is well",
-    1: "it ran, and something is wrong: a result, a kernel, a place",
+    1: "a result, a kernel or a place is wrong",
     2: "an argument or a file is wrong, or an op failed: stderr says why, with a traceback "
     "if `INTERLACE_TRACEBACK` is set",
-    3: "of `check`: all that began has passed, and there was no time for the rest",
+    3: "only `check`: all cases that ran have passed, and there was no time for the others",
     130: "Ctrl-C",
     143: "SIGTERM",
 }
@@ -29,7 +29,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def page(name: str, parser: argparse.ArgumentParser) -> str:
-    """The page of one command, in Markdown."""
+    """Return the page of one command, in Markdown."""
     formatter = parser._get_formatter()
     parts = [f"# interlace {name}", _escaped(parser.description)]
     parts.append(f"```text\n{parser.format_usage().strip()}\n```")
@@ -49,7 +49,7 @@ def _escaped(text: str | None) -> str:
 
 
 def _pages_with(name: str) -> list[tuple[str, str]]:
-    """(file, title) of the pages that run the command."""
+    """Return (file, title) of each page that runs the command."""
     found = []
     for file in sorted(DOCS.rglob("*.md")):
         text = file.read_text()
@@ -61,7 +61,7 @@ def _pages_with(name: str) -> list[tuple[str, str]]:
 
 
 def overview(every: dict[str, argparse.ArgumentParser]) -> str:
-    """The page of all commands."""
+    """Return the page of all commands."""
     said = {name: _escaped(each.description).partition("\n")[0] for name, each in every.items()}
     return "\n".join(
         [
@@ -91,7 +91,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The pages themselves, which are no files."""
+    """Add the pages, which are not files of the repository."""
     from mkdocs.structure.files import File
 
     every = commands()

@@ -14,10 +14,10 @@ LIST = DOCS.parent / "tests/documents/public_names.txt"
 PAGE = "reference/names.md"
 INTRODUCTION = """# Index of names
 
-For everybody who knows a name: find the modules that have it, and its description. A module without a link
-has no page for the name. This is so for device functions (`interlace.kernels`), for references that tests
-compare with (`interlace.reference`), for other names of a function, and for [ops of torch's
-dispatcher](ops.md).
+For everybody who knows a name: find the modules that have it, and its description. A name in a module
+without a link has no page. These are device functions (`interlace.kernels`), references that tests compare
+with (`interlace.reference`), second names of functions, and [ops of torch's
+dispatcher](api/functional.md#schemas).
 
 Formats are values of arguments: `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"`, `"nvfp4"` and `"fp8_block128"`.
 [Block-scaled formats](../how-to/train/formats.md) describes them.
@@ -25,7 +25,7 @@ Formats are values of arguments: `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"`, `"nvfp4"`
 
 
 def names_with_pages(names: Iterable[str]) -> set[str]:
-    """Return the names that a page below ``reference/api`` describes, alone or with its whole module."""
+    """Return the names that a page below ``reference/api`` describes, by name or with the whole module."""
     pages = (DOCS / "reference/api").glob("*.md")
     on_pages = {
         name

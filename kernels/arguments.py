@@ -282,8 +282,8 @@ class Tail(NamedTuple):
 class Copies(NamedTuple):
     """Constants of the programs that send chunks: their number, and how much each moves at a time.
 
-    ``MULTICAST``: "" sends to each rank by itself; "multimem" once for all ranks, through the switch;
-    "peers" does the same without a switch, for tests.
+    ``MULTICAST``: "" sends to each rank separately, "multimem" once for all ranks, through the switch.
+    "peers" does the same as "multimem" without a switch, for tests.
     """
 
     COPIERS: int
@@ -433,9 +433,12 @@ class RowSums(NamedTuple):
 
 
 class AttentionTiles(NamedTuple):
-    """Constants of an attention: query rows and keys of a tile; ``HEAD_DIM``, the head size of queries and
-    keys, and ``VALUE_DIM``, the head size of values and results; both rounded up to a power of two.
-    ``DESCRIPTORS``: keys and values are loaded by descriptor (TMA). ``COMPILED``: see ``Tiles``."""
+    """Constants of an attention: query rows and keys of a tile, and two head sizes.
+
+    ``HEAD_DIM`` is the head size of queries and keys, ``VALUE_DIM`` the head size of values and results.
+    Both are rounded up to a power of two. ``DESCRIPTORS``: keys and values are loaded by descriptor (TMA).
+    ``COMPILED``: see ``Tiles``.
+    """
 
     BLOCK_M: int
     BLOCK_N: int

@@ -49,11 +49,11 @@ MOST_CHUNKS = 256  # chunks of a shard: tables have a line for each chunk and ra
 
 
 class BundleError(ValueError):
-    """A directory is no bundle, or not as it was built."""
+    """A directory is not a bundle, or its files have changed since the build."""
 
 
 class LackingValueError(ValueError):
-    """The launch values lack one."""
+    """A launch value is missing."""
 
 
 class LaunchValues:

@@ -129,8 +129,8 @@ def wait_credits_kernel(peers):
     until no peer has anything left to read.
 
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Suppose rank 1's
-    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets it to -6: the kernel
-    ends.
+    stays 5 and the wait times out. Rank 1 also times out, and its finish_kernel sets it to -6. The kernel
+    then ends.
     """
     # In a void channel that epoch is out of reach; the wait counts on ops that peers may still finish.
     if wait_credits(peers, current_epoch(peers)) > 0:

@@ -128,31 +128,26 @@ TD_NODE_GATHER = {
 TD_NODE_SCATTER = {4096: 1.13, 8192: 1.34, 16384: 1.51, 32768: 1.58, 65536: 1.57}
 
 
-# Why the model is off, where it is by more than 15 %. Said of groups, not of single figures. "Long" and
-# "short" are the model's times relative to the published ones; the baseline is NCCL + cuBLAS.
+# Why an error of the model is larger than 15 %, by group of figures. "Too long" and "too short" compare
+# the model's times with the published ones; the baseline is NCCL + cuBLAS.
 _HOST = (
-    "the published time hardly depends on the size, so Python sets it: one cost per operator does not "
-    "hold across projects, versions and hosts; the baseline is 13-15 % long"
+    "the published time hardly depends on the size, so Python sets it. One cost per operator does not fit "
+    "all projects, versions and hosts. The baseline is 13-15 % too long"
 )
 WHY = {
-    (
-        SMR,
-        "SMR",
-    ): "its smallest case: issued by Python, in the model 15 % faster; the baseline is 8 % long",
-    (
-        KRAKEN_AG,
-        "Kraken",
-    ): "128 and 256 rows per rank, which Kraken walks without groups: 7-13 % short, "
-    "and the baseline is 1-8 % long",
+    (SMR, "SMR"): "the smallest case, which Python issues: the model is 15 % too short; "
+    "the baseline is 8 % too long",
+    (KRAKEN_AG, "Kraken"): "128 and 256 rows per rank, whose tiles Kraken does not group: "
+    "the model is 7-13 % too short, and the baseline 1-8 % too long",
     (
         KRAKEN_AG,
         "symm_mem",
-    ): "eight matmuls of 128 and 256 rows, published 146 us each at K = 16384 where "
-    "memory traffic allows 101: how cuBLAS runs thin matmuls is not modelled",
+    ): "eight matmuls of 128 and 256 rows, each published as 146 us at K = 16384. "
+    "Memory traffic would allow 101 us. The model does not know how cuBLAS runs thin matmuls",
     (KRAKEN_RS, "symm_mem"): _HOST,
     (KRAKEN_RS, "Kraken"): _HOST,
-    (ASYNC_TP, "symm_mem"): "the time is fitted; the baseline is 15 % long",
-    (ASYNC_TP, "symm_mem native"): "3 % short; the baseline is 15 % long",
+    (ASYNC_TP, "symm_mem"): "the time is fitted; the baseline is 15 % too long",
+    (ASYNC_TP, "symm_mem native"): "the model is 3 % too short; the baseline is 15 % too long",
 }
 
 NOT_MODELLED = (

@@ -40,8 +40,8 @@ class Said(NamedTuple):
 def launched() -> bool:
     """Return whether a launcher has started this process as a rank, by torchrun's or other variables.
 
-    For SLURM, Open MPI, MPICH and Intel MPI it also sets those of torchrun's variables that are unset, as
-    torch needs them: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``,
+    For SLURM, Open MPI, MPICH and Intel MPI it also sets torchrun's variables that are unset, because torch
+    needs them: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``,
     ``MASTER_PORT``. The address is known for jobs on one host and for SLURM, the port if the launcher
     numbers its jobs; otherwise set both yourself. If ``RANK`` and ``WORLD_SIZE`` are set and disagree with
     the launcher, as under ``srun torchrun``, only torchrun's variables are used and none is set.

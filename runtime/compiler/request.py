@@ -124,7 +124,9 @@ def jitted_function(kernel: object) -> Any:
     if name != function.__name__:
         raise ValueError(f"kernel {name} is not at the top level of a file, where it can be found")
     if not os.path.exists(path):
-        raise ValueError(f"kernel {name} comes from {path}, which is no file; put it into one")
+        raise ValueError(
+            f"kernel {name} comes from {path}, which is not a file; put the kernel into a file"
+        )
     return function
 
 

@@ -113,7 +113,7 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
     hidden = len(declared) - len(arguments)
     if hidden != len(SCRATCH):
         raise ArtifactError(
-            f"{symbol} has {hidden} parameters after those of its signature; known are {SCRATCH}"
+            f"{symbol} has {hidden} parameters besides its signature; interlace knows {SCRATCH}"
         )
     scratch = {"from": "loader", "type": "*u8", "divisible_by": 1}
     arguments += [{"name": name, **scratch} for name in SCRATCH]

@@ -300,7 +300,7 @@ class RankRecord:
             counts = {*map(type, (op.number, op.began, op.ended, op.peer, op.tag))}
             fits = fits and type(op.op) is str and counts == {int} and _is_site(op.site)
         if not fits:
-            raise plain.UnreadableError("these bytes are no record of a rank")
+            raise plain.UnreadableError("these bytes are not the record of a rank")
 
     @property
     def name(self) -> int:
@@ -392,7 +392,7 @@ def read_file(path: str) -> list[RankRecord]:
 def read_foot(data: bytes, source: str) -> list[RankRecord]:
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
-        raise plain.UnreadableError(f"{source} is no file of the flight recorder")
+        raise plain.UnreadableError(f"{source} is not a file of the flight recorder")
     found = plain.loads(data[len(data) - _FOOT.size - length : -_FOOT.size])
     if type(found) is not list or not {*map(type, found)} <= {RankRecord}:
         raise plain.UnreadableError(f"{source} has no records at its end")

@@ -74,7 +74,7 @@ class Identity(NamedTuple):
     @classmethod
     def unpack(cls, header: bytes) -> Identity:
         if len(header) < _HEADER.size:
-            raise InterlaceError(f"{len(header)} bytes are no header of shared memory")
+            raise InterlaceError(f"{len(header)} bytes are not a header of shared memory")
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
 
     def pack(self) -> bytes:

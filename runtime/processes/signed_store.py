@@ -30,8 +30,8 @@ def need_secret(rank: int) -> None:
     """Raise PlaceUnavailableError if ranks of several hosts could not tell each other from strangers."""
     if not job_secret() and os.environ.get(TRUST, "") != "1":
         raise PlaceUnavailableError(
-            f"rank {rank}: a group on several hosts needs a secret of the job in {SECRET}, the same for "
-            f"all its ranks, or {TRUST}=1 where everybody who reaches the ranks' ports is trusted"
+            f"rank {rank}: a group on several hosts needs a secret of the job. Set {SECRET} to the "
+            f"same text on all ranks, or {TRUST}=1 if you trust everybody who reaches the ranks' ports"
         )
 
 
@@ -110,8 +110,8 @@ def glance(store: Store, key: str) -> bytes | None:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]  # torch adds a C++ backtrace
         raise StoreGoneError(
-            f"the store does not answer ({reason}): the process that serves it has ended, which is that of "
-            "rank 0 unless a launcher serves it"
+            f"the store does not answer ({reason}): the process that serves it has ended. This is "
+            "the process of rank 0, unless a launcher serves the store"
         ) from error
     return None if found == _NOTHING.encode() else found
 

@@ -154,7 +154,7 @@ def check_values(values: Mapping[str, object]) -> None:
         kind = _KINDS.get(name)
         if kind is None:
             known = ", ".join(_KINDS)
-            raise TypeError(f"{name!r} is no field of the configuration; there are {known}")
+            raise TypeError(f"{name!r} is not a field of the configuration; the fields are {known}")
         allowed, text = _ALLOWED.get(name, ((True, False), "True or False"))
         if type(value) is not kind:
             typed = text if kind is bool else f"an int, {text}"

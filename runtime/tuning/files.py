@@ -85,12 +85,12 @@ class MeasuredFile(Generic[Content]):
         try:
             about = file.stat()  # before it is opened: reading a pipe may never end
             if not stat.S_ISREG(about.st_mode):
-                raise NotOursError("is no regular file")
+                raise NotOursError("is not a regular file")
             if about.st_size > MOST_BYTES:
                 raise NotOursError(f"has {about.st_size} bytes, more than {MOST_BYTES}")
             whole = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(whole, dict) or whole.get("format") != self.format:
-                raise NotOursError(f"is no file of interlace {self.command}")
+                raise NotOursError(f"is not a file of interlace {self.command}")
             if whole.get("version") != self.version:
                 raise NotOursError(
                     f"has version {whole.get('version')!r} of the format, this interlace has {self.version}"

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -74,8 +74,26 @@ class BenchRequest:
         return [getattr(self, name) for name in OPS[self.target].sizes]
 
     @property
+    def label(self) -> str:
+        return _in_words(self.nbytes, (self.m, self.n, self.k))
+
+    @property
+    def title(self) -> str:
+        return f"{self.target.rpartition('::')[2]} {self.label}".strip()
+
+    @property
     def own(self) -> bool:
         return "::" in self.target
+
+
+def _in_words(nbytes: int | None, extents: Iterable[int | None]) -> str:
+    """Return a size, for tables.
+
+    >>> _in_words(65536, []), _in_words(None, [1024, 512, 512]), _in_words(8, [None])
+    ('64 KiB', '1024 x 512 x 512', '8 B')
+    """
+    shape = " x ".join(str(extent) for extent in extents if extent is not None)
+    return "; ".join(([format_size(nbytes)] if nbytes else []) + ([shape] if shape else []))
 
 
 Source = tuple[str | None, list[str], Callable[[], Subject]]
@@ -278,10 +296,11 @@ class MeasuredSize(Facts):
 
 @dataclass
 class SizeResult:
-    """One size: the results; or, with ``failed``, how its run failed."""
+    """One size: the results; or, with ``failed``, how its run failed. ``request``: its label then."""
 
     sizes: MeasuredSize | None
     failed: str = ""
+    request: str = ""
 
     @property
     def rows(self) -> list[BenchRow]:
@@ -301,11 +320,9 @@ class SizeResult:
     def label(self) -> str:
         """The shape, for tables: "64 KiB", "1024 x 512 x 512"."""
         if self.sizes is None:
-            return "-"
+            return self.request or "-"
         shape = dict(self.sizes.shape)
-        nbytes = shape.pop("bytes", 0)
-        parts = [" x ".join(str(value) for value in shape.values())] if shape else []
-        return "; ".join(([format_size(nbytes)] if nbytes else []) + parts) or "-"
+        return _in_words(shape.pop("bytes", None), shape.values()) or "-"
 
     def to_dict(self) -> dict[str, Any]:
         facts = {} if self.sizes is None else asdict(self.sizes)

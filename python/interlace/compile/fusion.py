@@ -307,12 +307,13 @@ def fuse(
         candidate, rewrite, along = decision or _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
-            replaced |= {collective.start, *collective.start.users}
+            replaced |= _with_waits(collective)
             rewrite()
             if along is not None:
-                replaced |= {along.start, *along.start.users}
+                replaced |= _with_waits(along)
                 carried[along.start] = candidate.op
-    report.candidates += [_other(node) for node in other_collectives(graph)]
+    remaining = [node for node in other_collectives(graph) if node not in replaced]
+    report.candidates += map(_other, remaining)
     if replaced:
         nodes.in_order(graph)
         # torch treats waits as impure; the waits of replaced collectives are not
@@ -328,6 +329,11 @@ def fuse(
     if isinstance(module, fx.GraphModule):
         module.recompile()
     return report
+
+
+def _with_waits(collective: Collective) -> set[fx.Node]:
+    users = {user for user in collective.start.users if user.op != "output"}
+    return {collective.start, *users}
 
 
 Decision = tuple[Candidate, Callable[[], None], Collective | None]
@@ -369,7 +375,7 @@ def _other(node: fx.Node) -> Candidate:
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     reason = "a collective of another kind"
     if op.startswith(tuple(WITH_MATMULS)):
-        reason = "it has no single wait here, is coalesced, or its group is not known"
+        reason = "it has several waits or is coalesced, or its group is not known"
     example = nodes.value(node)
     text = "" if example is None else "x".join(map(str, example.shape))
     return Candidate(op, nodes.source_line(node), "none", text, 0, False, reason)

@@ -481,7 +481,9 @@ def at(node: fx.Node) -> Collective | None:
     named = dict(zip(names.split(), called.given.values(), strict=True))
     input, name = named["input"], named["name"]
     size = named["size"] if "size" in named else _size_of(name)
-    waited = node if called.name in VLLM else only_user(node)
+    waited = only_user(node)
+    if called.name in VLLM or (waited is not None and waited.op == "output"):
+        waited = node  # the caller of the graph waits
     if waited is None or not (waited is node or is_call(waited, wait_tensor)):
         return None
     if value(input) is None or not isinstance(size, int) or not isinstance(name, str):

@@ -413,8 +413,9 @@ def _from_name(name: str) -> Communicator:
         torch_group = torch_groups.resolve(name)
     except (RuntimeError, LookupError, ValueError) as error:
         raise ValueError(
-            f"group: there is no group named {name!r} on rank {whole.rank}; use {DEFAULT_NAME!r} for all "
-            f"ranks, the name of a new_group, or the name of one of torch's groups"
+            f"group: there is no group named {name!r} on rank {whole.rank}. Use {DEFAULT_NAME!r} for all "
+            f"ranks, the name of a new_group or of one of torch's groups, or bind the name to a group: "
+            f"GroupSpec({name!r}, size).bind(group)"
         ) from error
     return _from_process_group(torch_group)
 

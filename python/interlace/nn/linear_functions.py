@@ -253,7 +253,7 @@ def _packed_weights(
         format = each.format  # type: ignore[assignment]
         if each.inner != -1 or each.shape[1:] != input.shape[-1:]:
             raise ValueError(
-                "input must have as many features as a scaled weight, whose shape is (out, in) and whose "
+                "input must have as many features as a scaled weight. Its shape is (out, in) and its "
                 f"blocks are along in; got input of shape {tuple(input.shape)} and weights[{index}] of "
                 f"shape {tuple(each.shape)} with blocks along dimension {each.inner}"
             )

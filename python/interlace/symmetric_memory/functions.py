@@ -584,12 +584,13 @@ def register() -> None:
 def take_over_symm_mem(taken: bool = True) -> None:
     """Make interlace the implementation of torch's fused ops, on GPUs and CPUs; if False, undo that.
 
-    Compilers replace a collective beside a matmul by these ops of ``torch.ops.symm_mem``, and programs call
-    them: ``fused_all_gather_matmul`` with any number of weights, ``fused_matmul_reduce_scatter``, the two
-    with ``scaled`` in their names, ``_low_contention_all_gather`` and ``_low_contention_reduce_scatter``.
-    Such a program (Inductor's ``_micro_pipeline_tp``, torchtitan, vLLM) then runs on interlace, unchanged.
-    It holds for this process: call it on all ranks or on none, before the ops run. ``INTERLACE_SYMM_MEM=1``
-    in the environment does it at ``import interlace``. Without it torch's own kernels serve GPUs.
+    The ops of ``torch.ops.symm_mem`` are ``fused_all_gather_matmul`` with any number of weights,
+    ``fused_matmul_reduce_scatter``, the two with ``scaled`` in their names, ``_low_contention_all_gather``
+    and ``_low_contention_reduce_scatter``. Compilers put them into graphs for a collective beside a matmul.
+    Programs with these ops (Inductor's ``_micro_pipeline_tp``, torchtitan, vLLM) then run on interlace,
+    unchanged. The call is for this process: make it on all ranks or on none, before the ops run.
+    ``INTERLACE_SYMM_MEM=1`` in the environment makes it at ``import interlace``. Without the call GPUs use
+    torch's kernels.
 
     Raises TypeError if ``taken`` is not a bool. Semantics: torch's ops.
 

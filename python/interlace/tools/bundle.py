@@ -131,11 +131,11 @@ class BundleOp:
 VALUES = {
     "rank": "this rank, from 0",
     "world_size": "number of ranks",
-    "rows": "rows of every rank, by rank; of a flat tensor: its elements; of attention: its tokens",
+    "rows": "rows of every rank, by rank (elements of a flat tensor, tokens of attention)",
     "splits": "rows of every rank for each of all experts, one rank after another",
     "tokens": "rows of the input",
-    "programs": "programs of the kernel, alike on all ranks",
-    "home_rows": "rows of the rank to which most come home",
+    "programs": "programs of the kernel, the same on all ranks",
+    "home_rows": "rows of the rank that gets the most rows back",
     "most_tokens": "tokens of the rank that has most",
     "senders": "programs that send to one rank, alike on all ranks",
     "query_rows": "heads of queries that see one head of keys, times the tokens of a sequence",
@@ -345,8 +345,9 @@ _NOT_IN_LOADER = ("interlace", "__future__")
 
 _WHOLE_GRID = (
     "All programs of the grid at once, on all ranks at the same time: programs wait for each other. A "
-    "cooperative launch is refused where they cannot be. If a wait is for a program that is not there, it "
-    "is given up after the polls that the header allows: the abort word is set, the results are wrong."
+    "cooperative launch is refused where they cannot be. If a program waits for one that does not "
+    "run, the wait ends after the polls that the header allows. The abort word is then set, and results "
+    "are wrong."
 )
 _ALONE = "One program, which waits for nothing."
 _APART = "Any: no program waits for another, or for a rank."

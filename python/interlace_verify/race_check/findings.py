@@ -33,7 +33,7 @@ KINDS = {
     "read-only": "a store to an input that is declared const, or whose elements share memory",
     "misaligned": "an address that is not a multiple of the alignment that the access needs",
     "stale load": "ld.global.nc of memory that is written while its kernel runs may load old values",
-    "unfinished copy": "a load of the destination of its own thread's cp.async, without a wait for it",
+    "unfinished copy": "a thread loads the destination of its cp.async without a wait for the copy",
     "absent lane": "a shfl from a lane that takes no part in it: its result is undefined",
     "different values": "threads store different values to one address in one instruction",
 }

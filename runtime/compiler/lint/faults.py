@@ -97,8 +97,8 @@ RULES = {
         " none of that data, the code is correct: then ignore it."
     ),
     "dropped wait": (
-        "The source waits, or acquires, and the SASS does not: the compiler removes a plain"
-        " load whose only use is to end its loop, and an acquire whose value is unused."
+        "The source waits or acquires, and the SASS does not. The compiler removes a plain load"
+        " whose only use is to end its loop, and an acquire whose value is unused."
     ),
     "published descriptor store": (
         "A descriptor (TMA) store reaches a release without cp.async.bulk.wait_group 0. Triton waits"
@@ -126,9 +126,9 @@ RULES = {
         " and sm_100. The launch would fail. Use fewer stages or smaller tiles."
     ),
     "no tensor cores": (
-        "A dot, other than of fp32 in ieee precision or of fp64, was compiled to ordinary"
-        " instructions, or a large one of 16-bit or fp8 operands to those of an older architecture or of"
-        " wider operands."
+        "A dot was compiled to ordinary instructions; dots of fp64, and of fp32 in ieee precision, may be."
+        " Or a large dot of 16-bit or fp8 operands was compiled to tensor-core instructions of an older"
+        " architecture or for wider operands."
     ),
 }
 

@@ -327,8 +327,8 @@ class Agreement:
         if digest in self._heard[peer]:
             return self._heard[peer][digest]
         raise InterlaceError(
-            f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
-            f"than that of rank {self._rank}"
+            f"rank {self._rank}: ranks call different ops: call {number} of rank {peer} differs from "
+            f"the same call of rank {self._rank}"
         )
 
     def mismatch(self) -> Exception | None:

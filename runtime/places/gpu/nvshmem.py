@@ -95,8 +95,8 @@ def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
             if addressed != (nodes[peer] == nodes[rank]):
                 verb = "addresses" if addressed else "does not address"
                 raise PlaceUnavailableError(
-                    f"rank {rank} {verb} rank {peer}'s memory, but their peers differ: {nodes} are no "
-                    "nodes within which all is mapped"
+                    f"rank {rank} {verb} rank {peer}'s memory, but their peers differ: {nodes} are not "
+                    "nodes whose ranks all address each other"
                 )
     return nodes
 

@@ -303,7 +303,7 @@ def read_address(data: bytes, count: int) -> tuple[str, list[int]]:
     """Parse where another rank listens: its host, and ``count`` ports."""
     found = plain.loads(data)
     if not isinstance(found, tuple) or [*map(type, found)] != [str] + [int] * count:
-        raise plain.UnreadableError(f"these bytes are no address: {found!r:.99}")
+        raise plain.UnreadableError(f"these bytes are not an address: {found!r:.99}")
     host, *ports = found
     return host, ports
 

@@ -122,6 +122,17 @@ def test_collectives_of_other_kinds_are_told() -> None:
     assert not any(each.fused for each in told)
 
 
+def test_a_collective_whose_result_the_graph_returns_is_fused() -> None:
+    """The caller of the graph waits for the result, so the graph has no wait for it."""
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return functional.reduce_scatter(x @ w, group=GROUP)
+
+    (report,) = explain(layer, torch.ones(8, 8), torch.ones(8, 8), policy="always").reports
+    assert "wait_tensor" not in report.before
+    assert [(found.op, found.fused) for found in report.candidates] == [(SCATTER, True)]
+
+
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:

@@ -312,7 +312,7 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 100)
     os.mkfifo(tmp_path / "pipe")
     for name in ("file", "pipe"):
-        with pytest.raises(InterlaceError, match="no file of the flight recorder"):
+        with pytest.raises(InterlaceError, match="not a file of the flight recorder"):
             shown(tmp_path / name)
 
     refused = PermissionError(13, "Permission denied")  # like another user's files in /proc

@@ -232,7 +232,7 @@ def test_nodes_are_who_addresses_whom(mapped: list[str], nodes: list[int]) -> No
 
 @pytest.mark.parametrize("mapped", [["110", "111", "011"], ["110", "010", "001"]])
 def test_what_makes_no_nodes_is_refused(mapped: list[str]) -> None:
-    with pytest.raises(PlaceUnavailableError, match="are no nodes"):
+    with pytest.raises(PlaceUnavailableError, match="are not nodes"):
         nodes_of([[each == "1" for each in row] for row in mapped])
 
 

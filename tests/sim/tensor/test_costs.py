@@ -209,7 +209,7 @@ FIGURES = ("meshes", 0, "links", 1, "protocols", 0)
 @pytest.mark.parametrize(
     "at, field, value, text",
     [
-        ((), "format", "other", "is no file of interlace calibrate"),
+        ((), "format", "other", "is not a file of interlace calibrate"),
         ((), "version", 7, "has version 7"),
         ((), "device", "another", "was measured on 'another'"),
         ((), "meshes", [{}], "is damaged"),

@@ -122,7 +122,7 @@ def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for file in (tmp_path, pipe, pathlib.Path("/dev/full")):
-        is_refused(file, "is no regular file")
+        is_refused(file, "is not a regular file")
     large = tmp_path / "large.json"
     cache.add(HERE, [ROW], large)
     with replaced((files, "MOST_BYTES", 100)):

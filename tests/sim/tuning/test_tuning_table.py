@@ -284,7 +284,7 @@ def test_a_generator_s_block_may_end_within_another() -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"'block_q' is no field .* block_m, block_n"):
+    with pytest.raises(TypeError, match=r"'block_q' is not a field .* block_m, block_n"):
         check_values({"block_q": 16})
 
 

@@ -16,7 +16,7 @@ import torch
 
 import interlace
 from interlace.benchmark import baselines, kernel, protocol
-from interlace.benchmark.figures import format_size, parse_sizes
+from interlace.benchmark.figures import parse_sizes
 from interlace.benchmark.fused import GatherNormed
 from interlace.benchmark.kernel import BASELINE, PART
 from interlace.benchmark.plain import Plain
@@ -47,14 +47,14 @@ MOST_RANKS = 64
 
 UNITS = """\
 columns:
-  time      microseconds per call: the median over blocks of calls; +- half the distance between quartiles
-  algbw     size / time, in GB/s = 10**9 bytes/s; the size is the largest buffer of the op on a rank
-  busbw     algbw times nccl-tests' factor: 2(W-1)/W for all_reduce; (W-1)/W for all_gather, reduce_scatter,
-            all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; W is the number of ranks
-  TFLOP/s   2 m n k / time of one rank's matmul, in 10**12/s
-  overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), times of this run
-  x NAME    how many times as fast as that baseline
-  result    right, or WRONG with the largest error as a multiple of what the dtypes allow
+  time        microseconds per call: the median over blocks of calls; +- half the distance between quartiles
+  algbw       size / time, in GB/s = 10**9 bytes/s; the size is the largest buffer of the op on a rank
+  busbw       algbw times nccl-tests' factor, for W ranks: 2(W-1)/W for all_reduce; (W-1)/W for all_gather,
+              reduce_scatter, all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv
+  TFLOP/s     2 m n k / time of one rank's matmul, in 10**12/s
+  overlap     (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), times of this run
+  times NAME  how many times as fast as that baseline
+  result      right, or WRONG with the largest error as a multiple of the error that the dtypes allow
 
 baselines:
   gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
@@ -138,7 +138,7 @@ class BenchOptions(CommandOptions):
         metavar="NAME,...|all",
         help="auto (default). Fused ops also have fused, pipelined, unfused. Attention has a method and an "
         "algorithm, as 'ring fused'. all_reduce, all_gather and reduce_scatter have kernel, copy. all "
-        "stands for every one, without Triton kernels if they would be interpreted",
+        "means every algorithm, except Triton kernels where they would be interpreted",
     )
     baseline: str | None = option(
         None,
@@ -514,7 +514,7 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
     world_size, results = world_size_of(options), []
     with Progress("bench", len(requests)) as progress:
         for number, request in enumerate(requests):
-            progress.begin(number, _text(request))
+            progress.begin(number, request.title)
             ticks = progress.on_ranks(apart=place == "shm")
             with ticks as tick, _wrong(request) as problems:
                 found = interlace.run(
@@ -525,7 +525,10 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
                     place=place,
                     timeout=options.timeout,
                 )
-            results.append(SizeResult(None, problems[0]) if problems else SizeResult(found[0]))
+            if problems:
+                results.append(SizeResult(None, problems[0], request.label))
+            else:
+                results.append(SizeResult(found[0]))
     return results
 
 
@@ -546,11 +549,12 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
                 raise ValueError(f"--place {options.place}: torchrun's ranks are in place {found}")
             with Progress("bench", len(requests), shown=rank == 0) as progress:
                 for number, request in enumerate(requests):
-                    progress.begin(number, _text(request))
+                    progress.begin(number, request.title)
                     with _wrong(request, rank) as problems:
                         results.append(SizeResult(measure(request, progress.at)))
                     if problems:  # the other ranks may be anywhere in the block
-                        return [*results, SizeResult(None, f"rank {rank}: {problems[0]}")]
+                        why = f"rank {rank}: {problems[0]}"
+                        return [*results, SizeResult(None, why, request.label)]
         finally:
             interlace.shutdown()
     return results
@@ -573,9 +577,3 @@ def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]
         if isinstance(error, RankError) and not error.details:
             error.details = users_traceback(error.original)
         raise
-
-
-def _text(request: BenchRequest) -> str:
-    shape = [str(value) for value in (request.m, request.n, request.k) if value is not None]
-    size = [] if request.nbytes is None else [format_size(request.nbytes)]
-    return " ".join([request.target.rpartition("::")[2], *size, " x ".join(shape)]).strip()

@@ -30,8 +30,9 @@ class BuildOptions(CommandOptions):
     which takes many minutes.
 
     With --op it builds one op ahead of time: cubin, PTX and a manifest for launches without Triton
-    (docs/how-to/compile/aot.md). The options from --out on belong to --op. Tiles are chosen for the given
-    extents; if columns or inner is a multiple of 16, it must be one at every launch.
+    (docs/how-to/compile/aot.md). The options from --out on belong to --op. --rows, --columns and
+    --inner choose the tiles. If --columns (N) or --inner (K) is a multiple of 16, N or K must also be one
+    at every launch.
     """
 
     statuses = ((1, "a kernel is faulty"),)
@@ -49,14 +50,20 @@ class BuildOptions(CommandOptions):
         metavar="NAME",
         help="build only the kernel with this name, as build prints it; may be repeated",
     )
-    nvshmem: str | None = option(None, metavar="FOLDER", help="folder of libnvshmem_device.bc")
+    nvshmem: str | None = option(
+        None, metavar="FOLDER", help="folder that has libnvshmem_device.bc"
+    )
     op: str | None = option(None, choices=tuple(OPS), help="the op to build ahead of time")
-    out: str | None = option(None, metavar="DIR", help="directory to write the bundle to")
-    dtype: str | None = option(None, metavar="NAME", help="dtype: " + ", ".join(_DTYPES))
+    out: str | None = option(
+        None, metavar="DIR", help="directory to write the bundle to; --op needs it"
+    )
+    dtype: str | None = option(
+        None, metavar="NAME", help=f"{', '.join(_DTYPES)} (default bfloat16)"
+    )
     weight: str | None = option(
         None,
         choices=("kn", "nk"),
-        help="layout of the weight: contiguous along N (default without --format) or K",
+        help="the weight is contiguous along N (kn; default without --format) or along K (nk)",
     )
     bias: str | None = option(
         None, choices=("none", "n", "m"), help="bias: none (default), per column (n), per row (m)"
@@ -67,7 +74,7 @@ class BuildOptions(CommandOptions):
     path: str | None = option(
         None,
         choices=("auto", "tma", "pointers"),
-        help="loads of operands in kernels (default auto)",
+        help="loads by descriptors, by pointers, or as interlace chooses (default auto)",
     )
     rows: int | None = option(
         None, type=positive_int, metavar="N", help="rows of a rank (default 4096)"
@@ -79,26 +86,26 @@ class BuildOptions(CommandOptions):
         None, type=positive_int, metavar="N", help="contracted dimension K (default 4096)"
     )
     norm: str | None = option(
-        None, choices=("rms", "layer"), help="norm of rows, for ops that have one (default rms)"
+        None, choices=("rms", "layer"), help="norm, for ops that have one (default rms)"
     )
     quantize: str | None = option(
         None,
         nargs="?",
         const="fp8",
         choices=("fp8", "fp8_static", *FORMATS),
-        help="quantize the result of an op with a norm. Without a value it is fp8, with a scale for each "
-        "row. fp8_static takes a scale that the norm's weight contains. A block-scaled format excludes "
-        "--gather",
+        help="quantize the result of an op with a norm. Without a value: fp8, with a scale for each row. "
+        "fp8_static: a scale that the norm's weight contains. A block-scaled format cannot be combined "
+        "with --gather",
     )
     gather: str | None = option(
         None,
         choices=("none", "normed", "both"),
-        help="the normed rows that all ranks get (default none)",
+        help="give all ranks nothing (default), the normed rows, or both the normed rows and the sums",
     )
     format: str | None = option(
         None,
         choices=tuple(FORMATS),
-        help="block-scaled format of packed operands; --weight is then nk, --dtype the output dtype",
+        help="block-scaled format of packed operands; --weight must be nk, and --dtype is the output dtype",
     )
     head_dim: int | None = option(
         None, type=positive_int, metavar="N", help="head size of attention (default 128)"

@@ -31,7 +31,7 @@ class CalibrateOptions(CommandOptions):
     """Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh.
 
     It measures all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages,
-    and fits two lines of time over bytes for each. They go into this machine's file:
+    and fits two lines to the times of each: time against bytes. It saves them in this machine's file:
     $INTERLACE_CALIBRATION, or interlace/calibration-XXXXXXXX.json in the user's cache folder.
 
     interlace.tensor then uses these costs for meshes of exactly this shape and backend. algorithm="auto" of

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -57,10 +57,11 @@ class CheckCase(ABC):
     branch: str = ""
     by_switch: bool = False
     by_kernels: bool = False
+    unit: ClassVar[str] = "elements"  # the unit, if the shape is one number
 
     @property
     def shape(self) -> str:
-        return " x ".join(map(str, self.sizes)) + " elements" * (len(self.sizes) == 1)
+        return " x ".join(map(str, self.sizes)) + f" {self.unit}" * (len(self.sizes) == 1)
 
     @property
     def title(self) -> str:
@@ -316,6 +317,7 @@ class RowsCase(CheckCase):
     """``variant`` is the algorithm, then a comma and other properties, which ``settings`` ask for."""
 
     settings: tuple[tuple[str, int | str], ...] = ()
+    unit = "bytes"
 
     @property
     def algorithm(self) -> str:
@@ -485,6 +487,8 @@ def scaled_cases(device: str, world_size: int) -> Iterator[CheckCase]:
 class TargetCase(CheckCase):
     """A target of ``interlace verify`` with whole numbers: results are exact, otherwise it raises."""
 
+    unit = "calls"
+
     def on_rank(self, seed: int) -> float:
         TARGETS[self.op].variants[self.variant]()
         return 0.0
@@ -612,7 +616,7 @@ class CheckOptions(CommandOptions):
         help="start no case after this number of seconds; cases left out are counted",
     )
     list: bool = option(
-        False, action="store_true", help="print the kernels and their cases, run none"
+        False, action="store_true", help="print the kernels and their cases, and run nothing"
     )
     json: bool = option(False, action="store_true", help="print JSON")
 

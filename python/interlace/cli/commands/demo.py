@@ -72,7 +72,9 @@ class DemoOptions(CommandOptions):
 
     ranks: int = option(4, type=world_size, also="--world-size", help="world size (default 4)")
     place: str = option("sim", choices=PLACES, help="place of the ranks (default sim)")
-    m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
+    m: int | None = option(
+        None, type=positive_int, help="rows of the activations of all ranks (tokens)"
+    )
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
     k: int | None = option(None, type=positive_int, help="features of the activations")
     dtype: str = option(

@@ -73,9 +73,9 @@ class TuneOptions(CommandOptions):
 
     OP is listed below; by default it is all_gather_matmul, matmul_reduce_scatter and matmul_all_reduce.
     Every candidate is checked against float64. The fastest go into a cache file: $INTERLACE_TUNE_CACHE, or
-    interlace/tune.json in the user's cache folder. Calls of about the same shape, on as many ranks and the
-    same device, use them. Ranks of a group never choose differently: if their files differ, the file of
-    rank 0 counts.
+    interlace/tune.json in the user's cache folder. Calls of about the same shape, on the same
+    number of ranks and the same device, use them. Ranks of a group never choose differently: if their
+    files differ, the file of rank 0 counts.
     """
 
     epilog = MEANING
@@ -116,7 +116,10 @@ class TuneOptions(CommandOptions):
         False, action="store_true", help="only list the current choice and the candidates"
     )
     arch: int | None = option(
-        None, type=int, choices=BUILDABLE, help="GPU that --dry-run assumes; needs no GPU"
+        None,
+        type=int,
+        choices=BUILDABLE,
+        help="architecture that --dry-run assumes, so that it needs no GPU",
     )
     cache: str | None = option(
         None,

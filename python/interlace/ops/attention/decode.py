@@ -528,9 +528,9 @@ def distributed_decode(
 
     Returns
     -------
-    The output, of the shape of ``q`` with the head size of the values, on all ranks with the same bits:
-    results are merged in the order of the ranks, in fp32. It is 0 if no rank has a key. No gradients: a
-    backward raises RuntimeError.
+    The output, of the shape of ``q`` with the head size of the values. Results are merged in the order of
+    the ranks, in fp32, so all ranks get the same bits. The output is 0 if no rank has a key. No gradients:
+    a backward raises RuntimeError.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.

@@ -194,14 +194,14 @@ def context_parallel_attention(
     scale : the factor of the scores, by default ``1 / sqrt(size)``.
     window : ``(before, after)``: how many tokens before and after itself a token sees, -1 for all.
     cu_seqlens : int32 or int64 ``[n + 1]``, the same on all ranks: where n packed sequences begin in the
-        whole sequence, and the end of the last. A token sees only tokens of its own sequence. Tokens after
+        whole sequence, and the end of the last. A token sees only tokens of the same sequence. Tokens after
         the end see nothing, and their output is 0.
     balance : which tokens a rank has. "contiguous": rank 0 has the first tokens, rank 1 the next ...
-        "zigzag": of 2 W chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a
-        causal mask; a rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
-    algorithm : "fused" (Triton kernels, heads of ``q`` and ``v`` of at most 256), "pipelined" (torch, on
-        the keys of a rank as soon as they arrive), "unfused" (torch, after a plain all-gather, for every
-        method), "auto".
+        "zigzag": of 2 W chunks rank r has r and 2 W - 1 - r. Under a causal mask all ranks then have the
+        same work. A rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
+    algorithm : "auto" or one of these. "fused": Triton kernels, for head sizes of at most 256. "pipelined":
+        torch, on the keys of a rank as soon as they arrive. "unfused": torch, after a plain all-gather, for
+        every method.
     return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads, tokens]``.
 
     Returns
@@ -211,8 +211,8 @@ def context_parallel_attention(
 
     The results for the keys of each rank are kept apart in fp32 and merged in the order of the ranks. So a
     result has the same bits in every run and schedule, and with every method of "fused". Differentiable.
-    Gradients of keys are summed in fp32. Each method has its own order of the sum: by ranks; with "ring"
-    from this rank on; with "ulysses" over all queries at once.
+    Gradients of keys are summed in fp32. The order of this sum depends on the method: by ranks, from this
+    rank on with "ring", and over all queries at once with "ulysses".
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.

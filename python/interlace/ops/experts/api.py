@@ -87,8 +87,8 @@ def dispatch(
         for the worst case, unused rows are zero, and no host waits for its GPU: counts are in ``received``,
         on the device. None: ``received.x`` has the exact length, and the host of a GPU waits for it.
     use_fp8 : quantize ``x`` first. Then it is not differentiable.
-    algorithm : "fused", Triton kernels; "pipelined", torch, rank after rank; "unfused", an all-to-all and
-        torch; "auto".
+    algorithm : "fused" (Triton kernels), "pipelined" (torch, rank after rank), "unfused" (an all-to-all and
+        torch) or "auto".
 
     Returns
     -------
@@ -245,7 +245,7 @@ def permute(
 ) -> tuple[Tensor | Scaled, Tensor]:
     """Return the rows of ``x`` by expert, and their number for each expert, for the grouped matmuls.
 
-    ``x`` ``(t, hidden)``, or an :class:`interlace.Scaled` of that shape, and then the rows are one, too.
+    ``x`` is ``(t, hidden)``. If it is an :class:`interlace.Scaled`, the rows are a ``Scaled`` as well.
     ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r, hidden)`` sorted by
     expert, then by token, and int64 ``(num_experts,)``. No communication; gradients go to ``x``. The host
     of a GPU waits for ``r`` unless ``num_out_tokens`` is passed. With the maximum, ``t * k``, rows of slots

@@ -192,7 +192,7 @@ def all_gather_grouped_matmul(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply all ranks' rows by their experts' weights: :func:`interlace.all_gather_grouped_matmul`.
 
-    ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
+    ``input`` is ``(rows, k)``, by expert, ``weight`` ``(experts, k, n)``, ``bias`` ``(experts, n)``. Both
     splits are lists of ints. A graph must know the shape of the result, so ``output_splits``, by expert and
     source rank, is required. Returns the output, or ``(received, output)`` with ``return_received``.
     For gradients in a graph of symbolic lengths all ranks must have equally many rows.

@@ -32,8 +32,8 @@ def multiply(
 
     ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``. Returns ``(rows, n)``,
     after a low-latency dispatch ``(experts, most rows, n)``; unused rows may have any value. Gradients go
-    to both. The host of a GPU does not wait for counts in two cases: the rows are of low latency, or
-    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. With ``format``
+    to both. The host of a GPU does not wait for counts after a low-latency dispatch, or if torch has a
+    grouped matmul: for bfloat16 with strides of multiples of 16 bytes. With ``format``
     the rows and the weight are multiplied in a block-scaled format, such as "mxfp8", and so are the factors
     of their gradients, as in :func:`interlace.all_to_all_grouped_matmul`. Then the host waits unless the
     rows are of low latency and need no gradient. Raises ValueError for other shapes, TypeError if

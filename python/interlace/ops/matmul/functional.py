@@ -150,10 +150,10 @@ def matmul_reduce_scatter(
     """Return this rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
     As :func:`interlace.matmul_reduce_scatter`. If parts are unequal, a graph has the length of this rank's
-    part: it must be traced on a rank, and an export needs equal parts. ``input``: ``[..., k]``; ``weight``:
-    ``(k, n)``; ``bias``: ``(n,)``, added once, to the reduced rows. ``reduce_op``: "sum" or "avg".
-    ``residual``, ``norm``, ``quantize``, ``gather_normed``: as for the eager op. With a norm it returns
-    ``(normed, residual)``.
+    part: it must be traced on a rank, and an export needs equal parts. ``input`` is ``[..., k]``,
+    ``weight`` ``(k, n)``. ``bias`` ``(n,)`` is added once, to the reduced rows. ``reduce_op``: "sum" or
+    "avg". ``residual``, ``norm``, ``quantize``, ``gather_normed``: as for the eager op. With a norm it
+    returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
@@ -187,8 +187,8 @@ def matmul_all_reduce(
 ) -> Tensor | Normed | Quantized | NormedScaled:
     """Return ``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
-    ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, each of
-    which adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg". ``residual``,
+    ``input`` is ``[..., k]``, ``weight`` ``(k, n)``. ``bias`` ``(n,)`` is the same on all ranks, and each
+    rank adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg". ``residual``,
     ``norm``, ``quantize``: as for the eager op. With a norm it returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch.matmul``, then
@@ -220,8 +220,9 @@ def all_reduce_norm(
 ) -> Normed | Quantized | NormedScaled:
     """Return the norm of ``h = all_reduce(input, reduce_op) + bias + residual``, and ``h``.
 
-    As :func:`interlace.all_reduce_norm`. ``input``: ``[..., n]``; ``residual``: its shape, the same on all
-    ranks; ``bias``: ``(n,)``. Returns ``(normed, h)``, or ``((fp8, scales), h)``, or ``(scaled, h)``.
+    As :func:`interlace.all_reduce_norm`. ``input`` is ``[..., n]``, ``bias`` ``(n,)``. ``residual`` has the
+    shape of ``input``, and is the same on all ranks. Returns ``(normed, h)``, or ``((fp8, scales), h)``, or
+    ``(scaled, h)``.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.all_reduce``, then ``torch.nn.functional.rms_norm`` or
@@ -256,9 +257,9 @@ def reduce_scatter_norm(
     """Return the norm of ``h = reduce_scatter(input, reduce_op, scatter_dim) + bias + residual``, and
     ``h``.
 
-    As :func:`interlace.reduce_scatter_norm`; unequal parts as in :func:`matmul_reduce_scatter`. ``input``:
-    ``[..., n]``; ``residual``: the shape of this rank's part; ``bias``: ``(n,)``. Returns ``(normed, h)``,
-    or ``((fp8, scales), h)``, or ``(scaled, h)``; with ``gather_normed`` all ranks' normed rows.
+    As :func:`interlace.reduce_scatter_norm`; unequal parts as in :func:`matmul_reduce_scatter`. ``input``
+    is ``[..., n]``, ``bias`` ``(n,)``. ``residual`` has the shape of this rank's part. Returns ``(normed,
+    h)``, or ``((fp8, scales), h)``, or ``(scaled, h)``; with ``gather_normed`` all ranks' normed rows.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.reduce_scatter_tensor``, then ``torch.nn.functional.rms_norm`` or
@@ -335,11 +336,11 @@ def all_gather_scaled_matmul(
 
     ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
     ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
-    is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
-    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``: also
-    return the gathered, unscaled ``input``, as the first result. ``algorithm``: "fused" (one Triton kernel
-    that multiplies fp8 where it arrives; weights must be contiguous along k), "unfused"
-    (``torch._scaled_mm`` after the gather), "auto".
+    is gathered with the rows. ``weight``: float8 ``(k, n)``, or a list. ``weight_scale``: one element or
+    ``(1, n)`` for each weight. ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default.
+    ``return_gathered``: also return the gathered, unscaled ``input``, as the first result. ``algorithm``:
+    "fused" (one Triton kernel that multiplies fp8 where it arrives; weights must be contiguous along k),
+    "unfused" (``torch._scaled_mm`` after the gather), "auto".
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
     no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
