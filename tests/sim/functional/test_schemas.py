@@ -145,10 +145,6 @@ def test_an_eager_combine_takes_what_functional_forms_have_dispatched() -> None:
     assert interlace.run(on_rank, 2) == [[10.0, 10.0]] * 2
 
 
-if __name__ == "__main__":
-    LIST.write_text("\n".join(schemas()) + "\n")
-
-
 def with_a_gradient_on_one_rank() -> Any:
     x = torch.ones(4, requires_grad=interlace.get_rank() == 1)
     return functional.all_reduce(x, out=torch.empty(4))
@@ -180,3 +176,7 @@ def test_all_ranks_refuse(place: str, call: Callable[[], Any], words: str) -> No
     with pytest.raises((RuntimeError, ValueError), match=words):
         functional.wait(call())
     assert functional.wait(functional.all_reduce(torch.ones(1))).item() == 2
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(schemas()) + "\n")
