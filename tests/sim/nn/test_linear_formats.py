@@ -184,11 +184,10 @@ def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
 @pytest.mark.parametrize(("make", "size"), [(deepseek, 2), (mxfp8, 1), (nvfp4, 2)])
 def test_blocks_of_layers_take_scaled_weights(make: Any, size: int) -> None:
     def case() -> None:
-        block = nn.SequenceParallelMLP(256, 512, "silu", gated=True, bias=False)
+        block = nn.SequenceParallelMLP(256, 256, "silu", gated=True, bias=False)
         assert block.gate is not None
-        for layer, shape in ((block.gate, (512, 256)), (block.up, (512, 256))):
-            layer.load_scaled(make(*shape))
-        block.down.load_scaled(make(256, 512))
+        for layer in (block.gate, block.up, block.down):
+            layer.load_scaled(make(256, 256))
         heads = nn.QKVParallelLinear(256, 8, 1, head_dim=32)
         heads.q.load_scaled(make(256, 256))
         heads.k.load_scaled(make(32, 256))
@@ -198,9 +197,9 @@ def test_blocks_of_layers_take_scaled_weights(make: Any, size: int) -> None:
         q.sum().backward() if q.requires_grad else None
         assert y.shape == (4, 256) and q.shape == (4 * size, 256 // size)
         assert k.shape == v.shape == (4 * size, 32)
-        numbers = make(512, 256).dequantize(), make(256, 512).dequantize()
-        hidden = x @ numbers[0].T
-        whole = (torch.nn.functional.silu(hidden) * hidden) @ numbers[1].T
+        numbers = make(256, 256).dequantize()
+        hidden = x @ numbers.T
+        whole = (torch.nn.functional.silu(hidden) * hidden) @ numbers.T
         bound = {"nvfp4": 0.3}.get(make.__name__, 0.08)
         assert (y - whole).norm() <= bound * whole.norm()
         assert torch.equal(heads(x)[1], k)  # the bias has a gradient
