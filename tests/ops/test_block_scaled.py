@@ -411,22 +411,19 @@ def test_what_takes_no_scaled_says_what_to_pass() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@ranks(2, place="sim")
 def test_tensors_that_stand_for_others(name: str) -> None:
-    def call() -> None:
-        def operands() -> Any:
-            return made(name, 4, 0), made(name, COLUMNS, 1).t()
+    def operands() -> Any:
+        return made(name, 4, 0), made(name, COLUMNS, 1).t()
 
-        real = operands()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            for x, weight in (operands(), real):
-                with pytest.raises(TypeError, match="input is a FakeTensor, which has no memory"):
-                    interlace.all_gather_matmul(x, weight)
-                chosen = torch.zeros(4, 1).long()
-                with pytest.raises(TypeError, match="is a FakeTensor, which has no memory"):
-                    interlace.experts.dispatch(x, chosen, None, 2)
-                assert functional.all_gather_matmul(x, weight).shape == (8, COLUMNS)  # type: ignore[union-attr]
-
-    interlace.run(call, 2)
+    real = operands()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for x, weight in (operands(), real):
+            with pytest.raises(TypeError, match="input is a FakeTensor, which has no memory"):
+                interlace.all_gather_matmul(x, weight)
+            with pytest.raises(TypeError, match="is a FakeTensor, which has no memory"):
+                interlace.experts.dispatch(x, torch.zeros(4, 1).long(), None, 2)
+            assert functional.all_gather_matmul(x, weight).shape == (8, COLUMNS)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", KINDS)

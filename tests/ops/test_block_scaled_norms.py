@@ -145,21 +145,15 @@ def test_in_two_shots(name: str, op: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("op", OPS[2:])
+@ranks(2, place="sim")
 def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
     numbers = torch.randn(9, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight, bias = numbers[7].clone(), numbers[8].clone()
-    norm = interlace.LayerNorm(weight, bias, eps=1e-5)
-
-    def on_rank() -> Any:
-        return getattr(interlace, op)(
-            numbers, norm=norm, residual=None, quantize=name, algorithm="fused"
-        )
-
-    results: list[Any] = interlace.run(on_rank, 2)
-    for made, total in results:
-        value, bound = reference.norm(total, RowNorm("layer", 1e-5, weight, bias), torch.float32)
-        value, bound = reference.block_scaled(made, (value, bound))
-        assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound)
+    how: Any = {"norm": interlace.LayerNorm(weight, bias, eps=1e-5), "algorithm": "fused"}
+    made, total = getattr(interlace, op)(numbers, quantize=name, **how)
+    value, bound = reference.norm(total, RowNorm("layer", 1e-5, weight, bias), torch.float32)
+    value, bound = reference.block_scaled(made, (value, bound))
+    assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound)
 
 
 def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:

@@ -47,17 +47,15 @@ def linear_step(name: str, seen: str, **options: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", few(FORMATS, "mxfp8"))
+@ranks(2, place="sim")
 def test_linear_functions_are_the_ops(name: str) -> None:
-    def case() -> None:
-        expected = linear_step(name, "ops")
-        ways: list[dict[str, Any]] = [
-            {"gradient_accumulation_fusion": True},
-            {"deferred": DeferredWeightGradients()},
-        ]
-        for options in ways:
-            assert all(map(torch.equal, linear_step(name, "functions", **options), expected))
-
-    interlace.run(case, 2)
+    expected = linear_step(name, "ops")
+    ways: list[dict[str, Any]] = [
+        {"gradient_accumulation_fusion": True},
+        {"deferred": DeferredWeightGradients()},
+    ]
+    for options in ways:
+        assert all(map(torch.equal, linear_step(name, "functions", **options), expected))
 
 
 @ranks(place="sim")
@@ -181,32 +179,30 @@ def test_a_layer_takes_a_scaled_weight(make: Any) -> None:
     assert list(row.state_dict()) == ["bias"]
 
 
-@pytest.mark.parametrize(("make", "size"), [(deepseek, 2), (mxfp8, 1), (nvfp4, 2)])
-def test_blocks_of_layers_take_scaled_weights(make: Any, size: int) -> None:
-    def case() -> None:
-        block = nn.SequenceParallelMLP(256, 256, "silu", gated=True, bias=False)
-        assert block.gate is not None
-        for layer in (block.gate, block.up, block.down):
-            layer.load_scaled(make(256, 256))
-        heads = nn.QKVParallelLinear(256, 8, 1, head_dim=32)
-        heads.q.load_scaled(make(256, 256))
-        heads.k.load_scaled(make(32, 256))
-        x = noise(0, 7, (4, 256))
-        with torch.no_grad():
-            y, (q, k, v) = block(x), heads(x)
-        q.sum().backward() if q.requires_grad else None
-        assert y.shape == (4, 256) and q.shape == (4 * size, 256 // size)
-        assert k.shape == v.shape == (4 * size, 32)
-        numbers = make(256, 256).dequantize()
-        hidden = x @ numbers.T
-        whole = (torch.nn.functional.silu(hidden) * hidden) @ numbers.T
-        bound = {"nvfp4": 0.3}.get(make.__name__, 0.08)
-        assert (y - whole).norm() <= bound * whole.norm()
-        assert torch.equal(heads(x)[1], k)  # the bias has a gradient
-        heads(x)[1].sum().backward()
-        torch.testing.assert_close(heads.k.bias.grad, torch.full((32,), 4.0 * size * size))  # type: ignore[union-attr]
-
-    interlace.run(case, size)
+@pytest.mark.parametrize(("make", "world_size"), [(deepseek, 2), (mxfp8, 1), (nvfp4, 2)])
+@ranks(place="sim")
+def test_blocks_of_layers_take_scaled_weights(make: Any, world_size: int) -> None:
+    block = nn.SequenceParallelMLP(256, 256, "silu", gated=True, bias=False)
+    assert block.gate is not None
+    for layer in (block.gate, block.up, block.down):
+        layer.load_scaled(make(256, 256))
+    heads = nn.QKVParallelLinear(256, 8, 1, head_dim=32)
+    heads.q.load_scaled(make(256, 256))
+    heads.k.load_scaled(make(32, 256))
+    x = noise(0, 7, (4, 256))
+    with torch.no_grad():
+        y, (q, k, v) = block(x), heads(x)
+    q.sum().backward() if q.requires_grad else None
+    assert y.shape == (4, 256) and q.shape == (4 * world_size, 256 // world_size)
+    assert k.shape == v.shape == (4 * world_size, 32)
+    numbers = make(256, 256).dequantize()
+    hidden = x @ numbers.T
+    whole = (torch.nn.functional.silu(hidden) * hidden) @ numbers.T
+    bound = {"nvfp4": 0.3}.get(make.__name__, 0.08)
+    assert (y - whole).norm() <= bound * whole.norm()
+    assert torch.equal(heads(x)[1], k)  # the bias has a gradient
+    heads(x)[1].sum().backward()
+    torch.testing.assert_close(heads.k.bias.grad, torch.full((32,), 4.0 * world_size * world_size))  # type: ignore[union-attr]
 
 
 @ranks(place="sim")

@@ -376,19 +376,17 @@ def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> N
         (inn.QKVParallelLinear, "gather_output"),
     ],
 )
+@ranks(place="sim")
 def test_linear_layers_show_what_they_take_and_take_nothing_else(kind: Any, other: str) -> None:
     parameters = inspect.signature(kind).parameters
     shared = inspect.signature(LinearOptions).parameters
     assert all(parameters[name].default == each.default for name, each in shared.items())
     assert other not in parameters and "options" not in parameters
 
-    def on_rank() -> None:
-        sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
-        kind(*sizes, **{name: each.default for name, each in shared.items()})
-        with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) .*'{other}'$"):
-            kind(*sizes, **{other: None})
-
-    interlace.run(on_rank, 2)
+    sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
+    kind(*sizes, **{name: each.default for name, each in shared.items()})
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) .*'{other}'$"):
+        kind(*sizes, **{other: None})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
