@@ -29,7 +29,7 @@ DTYPES = {
 }
 CONTRACTS = (
     "values", "asynchronous", "out", "out_dtype", "empty_on_all", "empty_on_one", "layouts",
-    "poisoned", "subgroups", "misuse", "gradients", "gradients_complex", "compiled", "local_tensor",
+    "subgroups", "misuse", "gradients", "gradients_complex", "compiled", "local_tensor",
 )  # fmt: skip
 Tensor = torch.Tensor
 Bounded = reference.Bounded

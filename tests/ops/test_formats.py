@@ -105,8 +105,12 @@ def test_swizzled_scales_are_those_of_torch(rows: int, blocks: int) -> None:
     swizzled = formats.swizzled(scales)
     assert torch.equal(swizzled.view(torch.uint8), to_blocked(scales).view(torch.uint8))
     values = torch.zeros(rows, 32 * blocks).to(E4M3)
-    taken = Scaled(values, swizzled, "mxfp8")
-    assert torch.equal(taken.scales.view(torch.uint8), scales.view(torch.uint8))
+    for layout in (swizzled, swizzled.view(-(-rows // 128) * 32, -1)):
+        taken = Scaled(values, layout, "mxfp8")
+        assert torch.equal(taken.scales.view(torch.uint8), scales.view(torch.uint8))
+    if rows != blocks:  # the transpose has as many elements as the swizzled scales of 128 x 4
+        with pytest.raises(ValueError, match=rf"must be \({rows}, {blocks}\), or in the layout"):
+            Scaled(values, scales.T, "mxfp8")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -248,36 +252,19 @@ def test_where_torch_multiplies_on_a_cpu_it_is_the_same(length: int) -> None:
 
 FP8 = torch.zeros(4, 64).to(E4M3)
 ONES = torch.ones(4, 2).to(E8M0)
+OF_BLOCKS = "fp8_block128"
 
 
 @pytest.mark.parametrize(
     ("values", "scales", "format", "error", "words"),
     [
         (FP8, ONES, "fp8", ValueError, "format must be one of fp8_block128, mxfp8"),
-        (
-            FP8.float(),
-            ONES,
-            "mxfp8",
-            TypeError,
-            "values of mxfp8 must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float32",
-        ),
-        (
-            FP8,
-            ONES.float(),
-            "mxfp8",
-            TypeError,
-            "scales of mxfp8 must be torch.float8_e8m0fnu or torch.uint8, got torch.float32",
-        ),
-        (
-            FP8,
-            ONES[:, :1],
-            "mxfp8",
-            ValueError,
-            r"scales of mxfp8 must be \(4, 2\), or in the layout SWIZZLE_32_4_4 \(512,\) or \(32, 16\)",
-        ),
+        (FP8.float(), ONES, "mxfp8", TypeError, "values of mxfp8 must be .*, got torch.float32"),
+        (FP8, ONES.float(), "mxfp8", TypeError, "scales of mxfp8 must be .*, got torch.float32"),
+        (FP8, ONES[:, :1], "mxfp8", ValueError, r"SWIZZLE_32_4_4 \(512,\) or \(32, 16\)"),
         (FP8[0], ONES, "mxfp8", ValueError, "at least 2 dimensions"),
-        (FP8, torch.ones(2, 1), "fp8_block128", ValueError, r"must be \(4, 1\) or \(1, 1\)"),
-        (FP8, [1.0], "fp8_block128", TypeError, "scales must be a tensor, got list"),
+        (FP8, torch.ones(2, 1), OF_BLOCKS, ValueError, r"must be \(4, 1\) or \(1, 1\)"),
+        (FP8, [1.0], OF_BLOCKS, TypeError, "scales must be a tensor, got list"),
         (FP8, ONES.to("meta"), "mxfp8", ValueError, "scales are on meta, values on cpu"),
     ],
 )
@@ -308,16 +295,6 @@ def test_a_scale_is_of_its_own_band_of_rows() -> None:
         Scaled(values.to(E4M3), scales.flip(0), "fp8_block128").check_scales()
 
 
-def test_swizzled_scales_are_known_by_their_shape() -> None:
-    """128 x 4 scales and their transpose have equal numbers of elements."""
-    scales = torch.ones(128, 4).to(E8M0)
-    values = torch.zeros(128, 128).to(E4M3)
-    for taken in (scales, formats.swizzled(scales), formats.swizzled(scales).view(32, 16)):
-        Scaled(values, taken, "mxfp8")
-    with pytest.raises(ValueError, match=r"must be \(128, 4\), or in the layout"):
-        Scaled(values, scales.T, "mxfp8")
-
-
 def test_inductor_packs_rows() -> None:
     """Inductor has no promotion for parts of a tensor of e4m3, which are the scales of nvfp4."""
 
@@ -338,9 +315,7 @@ def test_results_do_not_depend_on_the_default_dtype(name: str) -> None:
         found = formats.multiply_packed(*packed, FORMATS[name]), left.dequantize()
     finally:
         torch.set_default_dtype(torch.float32)
-    for mine, right_one in zip(found, wanted, strict=True):
-        assert mine.dtype == right_one.dtype
-        assert torch.equal(mine, right_one)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

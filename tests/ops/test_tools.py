@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
+from torch import Tensor
+
 from cases.op_tools import NAMES, SAME, WHY_NOT
 from interlace.benchmark.requests import OPS as MEASURED, TUNED
 from interlace.cli.commands.check import WORLDS, cases, every_kernel
@@ -15,6 +17,7 @@ from interlace.ops.library import BY_NAME
 from interlace.ops.op.op import Op, fused_by
 from interlace.tools.targets import STANDS_FOR, targets
 from ops import contracts
+from ops.test_contract import cells
 
 INNER = {
     "rank": "",  # nothing is sent
@@ -61,6 +64,10 @@ def test_a_new_op_is_missed_where_a_tool_has_a_list_of_its_own() -> None:
     assert [*target.variants] == ["fused", "pipelined", "unfused"]
     assert target.kernels == ("another_kernel",)
     assert contracts.gaps(grown) == []
+    assert [*grown] == [*cells("values", grown)]
+    unknown = dataclasses.make_dataclass("unknown", [("input", Tensor), ("speed", int)])
+    without = dataclasses.replace(new, arguments=unknown)
+    assert contracts.gaps({"another": without}) == ["another: no example of speed"]
     assert list(without_tool(grown)) == [
         "another: another_kernel is not built",
         "another: another_kernel is not checked",

@@ -201,33 +201,25 @@ def test_what_has_changed_before_the_wait_has_no_gradient() -> None:
         product.sum().backward()
 
 
-def by_future() -> torch.Tensor:
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(2)
+def test_a_future_has_the_recorded_result(place: str) -> None:
     x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5)
     work: Any = interlace.matmul_all_reduce(x, w, async_op=True)
     work.get_future().wait().sum().backward()
-    assert x.grad is not None
-    return x.grad
-
-
-@pytest.mark.parametrize("place", ["sim", "shm"])
-def test_a_future_has_the_recorded_result(place: str) -> None:
-    for found in interlace.run(by_future, 2, place=place):
-        assert torch.equal(found, torch.full((4, 3), 10.0))
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4, 3), 10.0))
 
 
 class OwnParameter(torch.nn.Parameter):
     """A parameter with attributes of its layer."""
 
 
-def with_own_parameter() -> tuple[torch.Size, bool]:
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(2)
+def test_classes_of_parameters_may_have_uneven_shards(place: str) -> None:
     shard = torch.ones(2 + interlace.get_rank(), 3, requires_grad=True)
     weight = OwnParameter(torch.ones(3, 5))
     product: Any = interlace.all_gather_matmul(shard, weight)
     product.sum().backward()
-    assert weight.grad is not None
-    return product.shape, bool((weight.grad == 5.0).all())
-
-
-@pytest.mark.parametrize("place", ["sim", "shm"])
-def test_classes_of_parameters_may_have_uneven_shards(place: str) -> None:
-    assert interlace.run(with_own_parameter, 2, place=place) == [(torch.Size([5, 5]), True)] * 2
+    assert product.shape == (5, 5)
+    assert weight.grad is not None and bool((weight.grad == 5.0).all())

@@ -13,6 +13,7 @@ from interlace import reference
 from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
 from ranks import ranks
+from sim.algorithms.test_fused_ops import configurations
 from sim.api.refusals import ByRank, check_refused
 from support import LAYOUTS, laid_out, noise, poisoned, slow_rank, starved
 
@@ -125,19 +126,7 @@ def cases(draw: Any) -> Case:
         activation=draw(st.sampled_from(["", "silu"])),
         layouts=(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))),
         seed=draw(st.integers(0, 1 << 16)),
-        configuration={
-            "block_m": draw(st.sampled_from([16, 32])),
-            "block_n": draw(st.sampled_from([16, 32])),
-            "block_k": draw(st.sampled_from([16, 32])),
-            "group_m": draw(st.sampled_from([1, 8])),
-            "copiers": draw(st.integers(0, 3)),
-            "chunks": draw(st.integers(1, 3)),
-            "programs": draw(st.integers(1, 4)),
-            "descriptors": draw(st.booleans()),
-            "epilogue_subtile": draw(st.sampled_from([1, 2])),
-            "output_descriptors": draw(st.booleans()),
-            "flatten": draw(st.booleans()),
-        },
+        configuration=draw(configurations()),
     )
 
 

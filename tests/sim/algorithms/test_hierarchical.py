@@ -126,6 +126,10 @@ MOVING = (
     "all_gather", "all_gather_v", "gather", "scatter", "broadcast", "all_to_all", "all_to_all_single",
 )  # fmt: skip
 REDUCING = "all_reduce", "reduce", "reduce_scatter"
+QUICK_OPS = (
+    "distributed_decode", "context_parallel_attention", "matmul_all_to_all", "all_to_all_matmul",
+    "scaled_matmul_reduce_scatter",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -158,13 +162,21 @@ def test_collectives(nodes: tuple[int, ...], put: str) -> None:
         interlace.run(on_rank, len(nodes))
 
 
-@thorough
-@pytest.mark.parametrize("put", PUTS)
-@pytest.mark.parametrize("op", cells("values"))
+@pytest.mark.parametrize(
+    ("op", "put"),
+    few(itertools.product(cells("values"), PUTS), *((op, "late") for op in QUICK_OPS)),
+)
 @ranks(3, place="sim")
 def test_every_op(op: str, put: str) -> None:
+    """Ops without a kernel of their own for nodes use plain collectives; decoding has its kernels too."""
     with override(**SMALL):
-        check_values(op, group=on_nodes((0, 1, 1), put))
+        group = on_nodes((0, 1, 1), put)
+        check_values(op, group=group)
+        if op in ("distributed_decode", "scaled_matmul_reduce_scatter"):
+            check_values(op, group=group, algorithm="fused")
+        if op in ("matmul_all_to_all", "all_to_all_matmul"):
+            with pytest.raises(ValueError, match="works within one node"):
+                check_values(op, group=group, algorithm="fused")
 
 
 @ranks(4, place="sim")

@@ -8,10 +8,6 @@ import pytest
 import torch
 
 import interlace
-from interlace.kernels import node_order as order
-from interlace.ops.matmul import scaled
-from interlace.ops.matmul.launch_reduce import tables_of
-from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from mutants.first_fault import first_fault
@@ -28,34 +24,6 @@ FILE = "kernels/matmul/node_matmul_reduce_scatter.py"
 
 def fused(group: Any, *operands: Any, **options: Any) -> Any:
     return interlace.matmul_reduce_scatter(*operands, group=group, algorithm="fused", **options)
-
-
-# -- tables ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("of", [TWO, THREE_TWO, TWO_THREE, TWO_FOUR, (0, 1, 0, 0, 1)], ids=str)
-def test_tables_agree_with_each_other(of: tuple[int, ...]) -> None:
-    """Each sent tile is expected by its receiver; tiles of other nodes come first."""
-    nodes, ranks = Nodes(of, "stores"), range(len(of))
-    segments = [(17 * rank, 17 if rank else 40) for rank in ranks]
-    tables = [tables_of(rank, nodes, segments, 16, 2) for rank in ranks]
-    for rank, known in enumerate(tables):
-        far = [of[owner] != of[rank] for owner in order.scatter_order(rank, of)]
-        assert far == sorted(far, reverse=True)
-        starts = [line[3] for line in known.segments]
-        assert starts == sorted(starts) and starts[0] == 0
-        for owner, line in zip(order.scatter_order(rank, of), known.segments, strict=True):
-            taker, first, rows, _, region = line
-            assert of[taker] == of[rank] and (first, rows) == segments[owner]
-            if taker == owner:
-                assert region == 0
-            else:
-                duty = tables[taker].duties[region - 1]
-                assert duty[:3] == [owner, region, rows]
-        for name, (by, duty) in zip(nodes.names(), known.sums, strict=True):
-            assert of[by] == name
-            if by != rank:
-                assert tables[by].duties[duty][0] == rank
 
 
 # -- results -----------------------------------------------------------------------------------------
@@ -121,33 +89,6 @@ def test_torch_matmuls_between_nodes_activate_too() -> None:
         )
         right = total[2 * group.rank : 2 * group.rank + 2].relu()
         assert torch.equal(out, right) and not torch.equal(right, total[:2])
-
-
-def test_scaled_operands() -> None:
-    """Products are scaled before they are sent, by a scale per row and column."""
-
-    def on_rank() -> None:
-        group = on_nodes(TWO)
-        ranks = range(4)
-        inputs = [payload(rank, 0, (68, 16)).remainder(8).to(torch.float8_e4m3fn) for rank in ranks]
-        weight = payload(9, 0, (32, 16)).remainder(4).to(torch.float8_e4m3fn).t()
-        rows = [2.0 ** (torch.arange(68) % 3 + rank) for rank in ranks]
-        columns = 2.0 ** (torch.arange(32) % 4)
-        products = [
-            (x.float() * s[:, None]) @ (weight.float() * columns)
-            for x, s in zip(inputs, rows, strict=True)
-        ]
-        out = torch.empty(17, 32)
-        rank = group.rank
-        call = scaled.ScaledMatmulReduceScatterArguments(
-            inputs[rank], weight, rows[rank][:, None], columns[None], None, "sum", 0, None, False
-        )
-        event = scaled.reduce_fused(group, call, out, average=False, inner=16)
-        event.synchronize()
-        assert torch.equal(out, sum(products)[17 * group.rank : 17 * group.rank + 17])
-
-    with override(**TILES):
-        interlace.run(on_rank, 4)
 
 
 @thorough

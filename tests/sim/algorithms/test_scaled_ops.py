@@ -190,7 +190,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "out_dtype must be float32, float16 or bfloat16"),
     (GATHER, {"algorithm": "pipelined"}, "algorithm must be one of auto, fused, unfused"),
     (REDUCE, {"input_scale": ONE.double()}, "TypeError: must be float32"),
-    (REDUCE, {"reduce_op": "max"}, "sum, avg"),
     (REDUCE, {"use_fast_accum": True},
      "use_fast_accum differs between ranks: False on rank 0, True on rank 1"),
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launches_
 from interlace.tools.catalogue.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races
 from mutants.mutations import Edit, Mutant, mutant_of, mutated
+from ranks import ranks
 from stand_ins.fake_gluon import BLOCK_M, BLOCK_N, TILES, DeadlockError, Pointer, Program, text_of
 
 RANK, ROWS, COLUMNS, INNER = 1, [40, 33, 20], 80, 40
@@ -337,13 +338,11 @@ def test_it_is_for_one_architecture_and_never_the_default() -> None:
     assert not any("warp_roles" in shape.values for shape in table.SHAPES)
 
 
+@ranks(2, place="sim")
 def test_simulated_ranks_run_the_reference() -> None:
-    def on_rank() -> torch.Tensor:
-        with interlace.configured(warp_roles=True, copiers=0):
-            return interlace.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 16))
-
-    for result in interlace.run(on_rank, 2):
-        assert torch.equal(result, torch.full((4, 16), 16.0))
+    with interlace.configured(warp_roles=True, copiers=0):
+        result = interlace.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 16))
+    assert torch.equal(result, torch.full((4, 16), 16.0))
 
 
 ALONE = mutant_of(

@@ -60,7 +60,7 @@ def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm:
         check(CASES[name], method, algorithm)
 
 
-@pytest.mark.parametrize(("method", "algorithm"), few(WAYS, *KEPT))
+@pytest.mark.parametrize(("method", "algorithm"), KEPT)
 def test_values_of_another_head_size(method: str, algorithm: str) -> None:
     """DeepSeek's latent attention has larger keys than values."""
     with poisoned():
@@ -102,17 +102,17 @@ _BOUNDS = "return first * TILES.BLOCK_N, start * TILES.BLOCK_N, stop * TILES.BLO
 _SETS = "sets = tl.cdiv(sums.rows, TILES.BLOCK_M * _SET)"
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "wrong"),
-    [
-        ("causal", _BOUNDS, _BOUNDS.replace("stop *", "(stop + 1) *"), ("output", "query")),
-        ("window", _BOUNDS, _BOUNDS.replace("start *", "(start - 1) *"), ("output", "query")),
-        ("negative", "tl.where(scale > 0, tl.min(high), 0)", "tl.min(high)", ("output",)),
-        ("causal", "tl.min(high, 1) > last", "tl.max(high, 1) > last", ("key", "value")),
-        ("window", "tl.max(low, 1) <= first", "tl.min(low, 1) <= first", ("key", "value")),
-        ("many", _SETS, "sets = 1", ("key", "value")),
-    ],
-)
+TOO_MANY = [
+    ("causal", _BOUNDS, _BOUNDS.replace("stop *", "(stop + 1) *"), ("output", "query")),
+    ("window", _BOUNDS, _BOUNDS.replace("start *", "(start - 1) *"), ("output", "query")),
+    ("negative", "tl.where(scale > 0, tl.min(high), 0)", "tl.min(high)", ("output",)),
+    ("causal", "tl.min(high, 1) > last", "tl.max(high, 1) > last", ("key", "value")),
+    ("window", "tl.max(low, 1) <= first", "tl.min(low, 1) <= first", ("key", "value")),
+    ("many", _SETS, "sets = 1", ("key", "value")),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "wrong"), few(TOO_MANY, TOO_MANY[0], TOO_MANY[3]))
 def test_control_tiles_without_masks_that_want_some(
     name: str, old: str, new: str, wrong: tuple[str, ...], tmp_path: pathlib.Path
 ) -> None:
@@ -131,17 +131,13 @@ def test_control_tiles_without_masks_that_want_some(
 def test_scales_that_are_not_positive(scale: float) -> None:
     """torch's attention fills masked scores with -inf before it scales them."""
     case = AttentionCase((5, 0, 4), heads=(2, 1), size=8, batch=1, scale=scale)
-    for method, algorithm in (
-        ("all_gather", "pipelined"),
-        ("ulysses", "unfused"),
-        ("ring", "fused"),
-    ):
+    for method, algorithm in KEPT:
         check(case, method, algorithm)
 
 
 def test_methods_and_schedules_have_the_same_bits() -> None:
     """Partial results are merged in the order of ranks, not in the order of arrival."""
-    case = AttentionCase((5, 16, 9), heads=(2, 2), batch=1)
+    case = AttentionCase((5, 16, 9), heads=(1, 1), batch=1)
     first = interlace.run(attend, 3, case, "all_gather", "fused", seed=0)
     again = [interlace.run(attend, 3, case, method, "fused", seed=5) for method in METHODS]
     with starved(slow_rank(1)):
@@ -224,15 +220,10 @@ def zeros(*shape: int) -> torch.Tensor:
 
 ZEROS, WIDER = zeros(1, 4, 2, 8), zeros(1, 4, 1, 300)
 MISUSE: list[tuple[dict[str, Any], str]] = [
-    ({"method": "bucket"}, "method must be one of auto, all_gather, ring, ulysses"),
-    ({"layout": "thd"}, "layout must be one of bshd, sbhd"),
-    ({"balance": "even"}, "balance must be one of zigzag, contiguous"),
-    ({"q": zeros(4, 8)}, "q must have 4 dimensions"),
     ({"q": ZEROS[0]}, "q must have 4 dimensions"),
     ({"k": zeros(1, 5, 2, 8)}, "v has shape"),
     ({"q": zeros(1, 4, 3, 8)}, "k has 2 heads, which does not divide q's 3"),
     ({"q": ZEROS.double()}, "TypeError: k is torch.float32, q is torch.float64"),
-    ({"q": ZEROS.int()}, "TypeError: q must be float32"),
     ({"window": 5}, "TypeError: window must be a list of ints, got 5"),
     ({"window": (1, -2)}, "window must be two numbers of keys, -1 for all"),
     ({"cu_seqlens": torch.tensor([0, 3, 2])}, "cu_seqlens must begin with 0 and not fall"),
@@ -241,9 +232,7 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"causal": ByRank(True, False)}, "causal differs between ranks: True on rank 0"),
     ({"scale": "1"}, "TypeError: scale must be a number or None, got '1'"),
     ({"scale": float("nan")}, "scale must be finite, got nan"),
-    ({"scale": float("inf")}, "scale must be finite, got inf"),
     ({"return_lse": "x"}, "TypeError: return_lse must be a bool, got 'x'"),
-    ({"return_lse": 1}, "TypeError: return_lse must be a bool, got 1"),
     ({**dict.fromkeys("qkv", both(WIDER)), "algorithm": both("fused")},
      'algorithm="fused" takes heads of at most 256, got 300'),
     ({"v": both(zeros(1, 4, 2, 300)), "algorithm": both("fused")},
@@ -299,18 +288,15 @@ def test_a_layer_refuses_options_when_it_is_made(layer: Any, on: Callable[[Any],
     wrong: list[tuple[str, Any, str]] = [
         ("layout", "thd", "layout must be one of bshd, sbhd, got 'thd'"),
         ("balance", "even", "balance must be one of zigzag, contiguous, got 'even'"),
-        (
-            "algorithm",
-            "kernel",
-            "algorithm must be one of auto, fused, pipelined, unfused, got 'kernel'",
-        ),
+        ("algorithm", "kernel", "algorithm must be one of auto, fused, pipelined, unfused, got"),
         ("causal", "x", "TypeError: causal must be a bool, got 'x'"),
         ("window", 3, "TypeError: window must be None or two ints (before, after), got 3"),
         ("scale", float("nan"), "scale must be finite, got nan"),
     ]
     if layer is nn.ContextParallelAttention:
-        text = "method must be one of auto, all_gather, ring, ulysses, got 'x'"
-        wrong.append(("method", "x", text))
+        wrong.append(
+            ("method", "x", "method must be one of auto, all_gather, ring, ulysses, got 'x'")
+        )
     for name, value, said in wrong:
         check_refused(made, {}, {name: on(value)}, said)
 

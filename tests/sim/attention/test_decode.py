@@ -8,15 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import interlace
-from interlace import nn, reference
+from interlace import reference
 from interlace.ops.attention.problem import AttentionReference
 from interlace.runtime.tuning.configuration import override
 from ranks import ranks
-from sim.algorithms.node_support import TWO, on_nodes
 from sim.api.refusals import ByRank, both, check_refused
 from support import noise, poisoned
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, BF16 = torch.float32, torch.bfloat16
 
 
 def cache(
@@ -256,7 +255,6 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache": (torch.ones(1),)}, "TypeError: values, got 1 in a tuple"),
     ({"return_lse": 1}, "TypeError: return_lse must be a bool, got 1"),
     ({"scale": float("nan")}, "scale must be finite, got nan"),
-    ({"algorithm": "pipelined"}, "algorithm must be one of auto"),
     ({"q": ByRank(zeros(2, 2, 4, 8), zeros(2, 4, 8))},
      "the shape of q differs between ranks: (2, 2, 4, 8) on rank 0, (2, 4, 8) on rank 1"),
     ({"kv_cache": ByRank((KEYS, zeros(2, 3, 4, 4)), (KEYS, zeros(2, 3, 4, 5)))},
@@ -279,19 +277,3 @@ def test_a_backward_says_that_there_is_none() -> None:
     if q.requires_grad:
         with pytest.raises(RuntimeError, match="distributed_decode has no gradients"):
             output.sum().backward()  # type: ignore[no-untyped-call]
-
-
-@ranks(4, place="sim")
-def test_several_nodes() -> None:
-    """A plain gather moves the kernels' results, and attention is unfused."""
-    group, torch_sdpa = on_nodes(TWO, "late"), torch.nn.functional.scaled_dot_product_attention
-    q, k, v = (noise(0, n, (2, 12, 2, 16), F32) for n in range(3))
-    held = [each.chunk(4, 1)[group.rank] for each in (k, v)]
-    one = interlace.distributed_decode(q[:, 0], held, algorithm="fused", group=group)
-    right = torch_sdpa(*(each.transpose(1, 2) for each in (q[:, :1], k, v)))
-    assert float((one - right[:, :, 0]).abs().max()) < 1e-5
-    own = [nn.functional.shard_sequence(each, group=group) for each in (q, k, v)]
-    all_of_it = torch_sdpa(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2)
-    made = nn.functional.context_parallel_attention(*own, group=group)
-    part = nn.functional.shard_sequence(all_of_it, group=group)
-    assert float((made - part).abs().max()) < 1e-5

@@ -1,11 +1,10 @@
-"""All-to-all + grouped matmul with counts on the device: any routing and schedule, and none is read."""
+"""All-to-all + grouped matmul with counts on the device: any routing and schedule.
 
-import contextlib
-import sys
-from collections.abc import Iterator
+No count is read on the host: test_experts_on_streams.py.
+"""
+
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import hypothesis
 import pytest
@@ -17,17 +16,6 @@ from interlace import experts
 from interlace.ops.experts.counted import CountedSizes, experts_of, rows_sent
 from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
-from multi.experts.test_experts import (
-    HIDDEN,
-    MOST,
-    TOPK,
-    chosen,
-    expected,
-    matrices,
-    own,
-    tokens,
-    weights,
-)
 from ranks import ranks
 from sim.algorithms.test_grouped_matmul import (
     BF16,
@@ -93,22 +81,18 @@ def test_lopsided_routing(routing: str) -> None:
     check(Case(EXCHANGE, 1, LOPSIDED[routing], 9, 17, BF16, configuration=small))
 
 
+@ranks(2, place="sim")
 def test_what_it_brings_goes_home() -> None:
-    def layer() -> Any:
-        rank = interlace.get_rank()
-        x, idx = torch.full((2, 4), 1.0 + rank), torch.tensor([[1, 0], [1, -1]])
-        weight = torch.full((1, 4, 4), 10.0**rank) / 4
-        rows, sent = experts.permute(x, idx, 2, num_out_tokens=4)
-        hidden, handle = interlace.all_to_all_grouped_matmul(
-            rows, weight, sent, num_max_rows_per_rank=4
-        )
-        tokens = interlace.grouped_matmul_combine(hidden, torch.eye(4)[None], handle, idx)
-        return experts.combine(hidden, handle)[:, 0].tolist(), tokens[:, 0].tolist()
-
-    assert interlace.run(layer, 2) == [
-        ([1.0 + r, 10.0 + 10 * r, 10.0 + 10 * r, 0.0], [11.0 + 11 * r, 10.0 + 10 * r])
-        for r in range(2)
-    ]
+    own = 1.0 + interlace.get_rank()
+    x, idx = torch.full((2, 4), own), torch.tensor([[1, 0], [1, -1]])
+    weight = torch.full((1, 4, 4), 10.0 ** interlace.get_rank()) / 4
+    rows, sent = experts.permute(x, idx, 2, num_out_tokens=4)
+    hidden, handle = interlace.all_to_all_grouped_matmul(
+        rows, weight, sent, num_max_rows_per_rank=4
+    )
+    tokens = interlace.grouped_matmul_combine(hidden, torch.eye(4)[None], handle, idx)
+    assert experts.combine(hidden, handle)[:, 0].tolist() == [own, 10 * own, 10 * own, 0.0]
+    assert tokens[:, 0].tolist() == [11 * own, 10 * own]
 
 
 def test_gradients_are_those_without_a_bound() -> None:
@@ -132,63 +116,6 @@ def test_gradients_are_those_without_a_bound() -> None:
         *(interlace.run(layer, 2, each) for each in (True, False)), strict=True
     ):
         assert all(map(torch.equal, counted_, plain))
-
-
-READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"
-
-
-@contextlib.contextmanager
-def noted_reads() -> Iterator[set[str]]:
-    """Note the functions of ops and tests that read a tensor on the host."""
-    seen: set[str] = set()
-
-    def noting(name: str) -> Any:
-        known = getattr(torch.Tensor, name)
-
-        def read(*args: Any, **more: Any) -> Any:
-            code = sys._getframe(1).f_code
-            if any(part in code.co_filename for part in ("/ops/", "/tests/")):
-                seen.add(code.co_name)
-            return known(*args, **more)
-
-        return mock.patch.object(torch.Tensor, name, read)
-
-    with contextlib.ExitStack() as patches:
-        for name in READS:
-            patches.enter_context(noting(name))
-        yield seen
-
-
-def counted_layer(algorithm: str) -> None:
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    x, idx, w = tokens(rank, torch.float32), chosen(rank, world_size), weights(rank)
-    m, eye = matrices(world_size).float()[own(rank)], torch.eye(HIDDEN).expand(2, HIDDEN, HIDDEN)
-    rows, sent = experts.permute(x, idx, 2 * world_size, num_out_tokens=idx.numel())
-    given: Any = {"num_max_rows_per_rank": MOST * TOPK, "algorithm": algorithm}
-    hidden, handle = interlace.all_to_all_grouped_matmul(rows, eye, sent, **given)
-    y = interlace.grouped_matmul_combine(hidden, m, handle, idx, w, algorithm=algorithm)  # type: ignore[call-overload]
-    exact = expected(rank, world_size, x.double(), w.double(), matrices(world_size))
-    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
-
-
-# Functions that check numbers where reading them costs nothing, which is not on a GPU.
-CHECKS = {"check_numbers", "checked_segments", "check_experts", "assign"}
-
-
-def test_no_count_is_read() -> None:
-    """Only checks and torch's algorithms may read counts."""
-    with noted_reads() as seen:
-        interlace.run(counted_layer, 2, "fused")
-    assert seen == CHECKS
-    with noted_reads() as seen:
-        interlace.run(counted_layer, 2, "unfused")
-    assert {"_with_counts", "agreed"} <= seen
-
-
-def test_control_a_count_that_is_read_is_seen() -> None:
-    with noted_reads() as seen:
-        torch.tensor([1]).tolist()
-    assert seen == {"test_control_a_count_that_is_read_is_seen"}
 
 
 MISUSE: list[tuple[dict[str, Any], str]] = [

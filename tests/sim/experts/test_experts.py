@@ -18,6 +18,7 @@ from interlace.runtime.places.sim.place import SimStream
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from ranks import ranks
+from sim.algorithms.test_fused_ops import configurations
 from sim.api.refusals import check_refused
 from support import failure, noise, poisoned, slow_rank, starved
 
@@ -175,22 +176,6 @@ def check_multiplied(case: Case) -> None:
         assert reference.worst_ratio(output, exact, bound) <= 1, f"rank {rank}"
 
 
-BLOCKS = {
-    "copy_rows": st.sampled_from([1, 2, 8]),
-    "copy_columns": st.sampled_from([16, 32]),
-    "programs": st.integers(1, 5),
-}
-TILES = {
-    "block_m": st.sampled_from([16, 32]),
-    "block_n": st.sampled_from([16, 32]),
-    "block_k": st.sampled_from([16, 32]),
-    "group_m": st.sampled_from([1, 8]),
-    "descriptors": st.booleans(),
-    "epilogue_subtile": st.sampled_from([1, 2]),
-    "flatten": st.booleans(),
-}
-
-
 @st.composite
 def cases(draw: Any, *, matmul: bool) -> Case:
     names = "fused", "fused", "pipelined", "unfused", "auto"
@@ -199,7 +184,7 @@ def cases(draw: Any, *, matmul: bool) -> Case:
     others = ("auto", "unfused") if matmul else ("auto", "pipelined", "unfused")
     dtypes = [F32, F16, BF16] + ([F64] if algorithm in others else [])
     low_latency = draw(st.sampled_from([False, False, True]))
-    blocks = {**BLOCKS, **TILES} if matmul else BLOCKS
+    blocks = {"copy_rows": st.sampled_from([1, 2, 8]), "copy_columns": st.sampled_from([16, 32])}
     return Case(
         tokens=[draw(length) for _ in range(world)],
         each=each,
@@ -214,7 +199,7 @@ def cases(draw: Any, *, matmul: bool) -> Case:
         weighted=draw(st.booleans()),
         bias=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 16)),
-        configuration={name: draw(values) for name, values in blocks.items()},
+        configuration=draw(configurations()) | draw(st.fixed_dictionaries(blocks)),
     )
 
 
@@ -312,7 +297,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_fp8": True}, "hidden must be a multiple of 128"),
     ({"x": torch.ones(4, 8, dtype=torch.int64)}, "TypeError: x must be of floats or fp8, got torch.int64"),
     ({"x": (torch.ones(4, 8), torch.ones(3, 1))}, "the scales of x must have 2 dimensions and 4 rows"),
-    ({"algorithm": "chunked"}, "algorithm must be one of auto, fused, pipelined, unfused"),
     ({"capacity": 1}, "capacity differs between ranks: 0 on rank 0, 1 on rank 1"),
     ({"topk_idx": torch.arange(2).repeat(4, 1)}, "k of topk_idx differs between ranks"),
     ({"x": torch.ones(4, 4)}, "hidden of x differs between ranks: 8 on rank 0, 4 on rank 1"),
@@ -349,37 +333,53 @@ def test_misuse_of_one_rank_is_named_on_all(form: str, number: int) -> None:
     check_refused(call, right, *refused[number])
 
 
-def test_lengths_of_packed_rows_are_named_in_bytes() -> None:
-    def call() -> None:
-        x = torch.zeros(4, 16 * (1 + interlace.get_rank()), dtype=torch.uint8)
-        experts.dispatch(x, IDX, None, 2)
-
-    text = "the number of bytes in a row of x differs between ranks: 16 on rank 0, 32 on rank 1"
-    assert text in str(failure(call, 2))
+CHOSEN = torch.tensor([[0], [1]])
 
 
-def test_splits_must_be_those_of_the_tokens() -> None:
-    def call() -> None:
-        idx = torch.tensor([[0], [1]])
-        splits = [1, 2] if interlace.get_rank() else [1, 1]
-        rows = torch.ones(sum(splits), 4)
-        interlace.grouped_matmul_combine(rows, torch.ones(1, 4, 2), splits, idx)
-
-    text = "splits on rank 1 have 2 rows of expert 1 from rank 1, topk_idx has 1 on rank 1"
-    assert text in str(failure(call, 2))
+def packed_rows_of_other_lengths() -> None:
+    x = torch.zeros(4, 16 * (1 + interlace.get_rank()), dtype=torch.uint8)
+    experts.dispatch(x, IDX, None, 2)
 
 
-def test_combine_needs_all_rows() -> None:
-    def call() -> None:
-        received, handle = experts.dispatch(torch.ones(2, 4), torch.tensor([[0], [1]]), None, 2)
-        experts.combine(received.x[:1], handle)
+def splits_of_other_tokens() -> None:
+    splits = [1, 2] if interlace.get_rank() else [1, 1]
+    interlace.grouped_matmul_combine(
+        torch.ones(sum(splits), 4), torch.ones(1, 4, 2), splits, CHOSEN
+    )
 
-    assert "y has 1 rows, the dispatch has made 2" in str(failure(call, 2))
+
+def a_row_too_few() -> None:
+    received, handle = experts.dispatch(torch.ones(2, 4), CHOSEN, None, 2)
+    experts.combine(received.x[:1], handle)
 
 
-@pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
+def tokens_that_no_dispatch_has_had() -> None:
+    received, handle = experts.dispatch(torch.ones(2, 4), IDX[:2], None, 2)
+    longer = handle._replace(topk_idx=torch.full((3, 1), -1))
+    experts.combine(received.x, longer if interlace.get_rank() else handle)
+
+
+FAILING = {
+    "the number of bytes in a row of x differs between ranks: 16 on rank 0, 32 on rank 1": (
+        packed_rows_of_other_lengths
+    ),
+    "splits on rank 1 have 2 rows of expert 1 from rank 1, topk_idx has 1 on rank 1": (
+        splits_of_other_tokens
+    ),
+    "y has 1 rows, the dispatch has made 2": a_row_too_few,
+    "topk_idx has 3 rows, no dispatch has had more than 2": tokens_that_no_dispatch_has_had,
+}
+
+
+@pytest.mark.parametrize("text", FAILING)
+def test_rows_that_are_not_those_of_the_tokens(text: str) -> None:
+    assert text in str(failure(FAILING[text], 2))
+
+
+@pytest.mark.parametrize("weighted", ["here", "there"])
 @ranks(3, place="sim")
-def test_gradients(how: str) -> None:
+def test_gradients(weighted: str) -> None:
+    """Those of other ways: tests/multi/experts, tests/sim/nn/test_moe.py."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     case = Case([5, 0, 9][:world_size], topk=3, hidden=8, columns=4, dtype=F64, seed=5)
     ups, downs = case.weight(), noise(8, 5, (case.experts, 4, 8), F64)
@@ -397,21 +397,12 @@ def test_gradients(how: str) -> None:
     idx, own = case.idx(rank), case.own(rank)
     x, w = xs[rank].detach().requires_grad_(), ws[rank].detach().requires_grad_()
     up, down = (each[own].detach().requires_grad_() for each in (ups, downs))
-    if how == "matmuls":
-        rows, sent = experts.permute(x, idx, case.experts)
-        grouped = interlace.all_to_all_grouped_matmul(rows, up, sent, activation="relu")
-        y = interlace.grouped_matmul_combine(grouped[0], down, grouped[1], idx, w)
-    elif how == "handle":
-        received, handle = experts.low_latency_dispatch(x, idx, 9, case.experts, use_fp8=False)
-        hidden = torch.bmm(received.x, up).relu()
-        y = interlace.grouped_matmul_combine(hidden, down, handle, topk_weights=w)
-    else:
-        received, handle = experts.dispatch(x, idx, w, case.experts)
-        parts = received.x.split(received.num_tokens_per_expert.tolist())
-        made = torch.cat([(p @ up[e]).relu() @ down[e] for e, p in enumerate(parts)])
-        if how == "weighted there":
-            made = made * received.topk_weights.unsqueeze(1)
-        y = experts.combine(made, handle, weighted=how == "weighted here")
+    received, handle = experts.dispatch(x, idx, w, case.experts)
+    parts = received.x.split(received.num_tokens_per_expert.tolist())
+    made = torch.cat([(p @ up[e]).relu() @ down[e] for e, p in enumerate(parts)])
+    if weighted == "there":
+        made = made * received.topk_weights.unsqueeze(1)
+    y = experts.combine(made, handle, weighted=weighted == "here")
     (y * y).sum().backward()
     torch.testing.assert_close(w.grad, ws[rank].grad, rtol=1e-5, atol=1e-6)
     for mine, exact in ((x, xs[rank].grad), (up, ups.grad[own]), (down, downs.grad[own])):  # type: ignore[index]
@@ -520,16 +511,6 @@ def test_all_ranks_are_told_of_a_handle_that_is_none(name: str) -> None:
         with pytest.raises(TypeError, match=said) as error:
             combined(torch.ones(4, 2), *more, None if rank in wrong_ranks else handle)
         assert f"rank {rank if rank in wrong_ranks else 0}" in str(error.value)
-
-
-def test_tokens_that_no_dispatch_has_had_are_named() -> None:
-    def on_rank() -> None:
-        idx = torch.zeros(2, 1, dtype=torch.int64)
-        received, handle = experts.dispatch(torch.ones(2, 4), idx, None, 2)
-        longer = handle._replace(topk_idx=torch.full((3, 1), -1))
-        experts.combine(received.x, longer if interlace.get_rank() else handle)
-
-    assert "topk_idx has 3 rows, no dispatch has had more than 2" in str(failure(on_rank, 2))
 
 
 # -- signals of pipelined ones: each is needed, and found missing -------------------------------------

@@ -1,5 +1,6 @@
 """Dispatch, combine, grouped matmul + combine on a stand-in for CUDA, whatever runs first."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from sim.cuda.test_cuda_streams import RUNS, filled, read
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
+from tiers import few
 
 TOKENS, TOPK = 6, 2
 
@@ -195,10 +197,14 @@ def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, 
     assert not seen, seen
 
 
+KINDS = "weighted", "unweighted", "low latency", "as long as it is", "two ops"
+EVERY = itertools.product(KINDS, (1, 3))
+
+
 @pytest.mark.parametrize(
-    "kind", ["weighted", "unweighted", "low latency", "two ops", "as long as it is"]
+    ("kind", "world_size"),
+    few(EVERY, ("weighted", 3), ("as long as it is", 3), ("two ops", 3)),
 )
-@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(
     kind: str, world_size: int, held_up: Any, gpus: Gpus
 ) -> None:

@@ -39,52 +39,43 @@ def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
 
 
-@ranks(place="sim")
-def test_complex_numbers() -> None:
+def check_second_gradients(*, of_complex: bool) -> None:
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for case in TABLE:
-        everyone = [
-            [
-                torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x).requires_grad_()
-                for x in case.inputs(of, size)
+        everyone = [case.inputs(of, size) for of in range(size)]
+        if of_complex:
+            everyone = [
+                [torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x) for x in inputs]
+                for of, inputs in enumerate(everyone)
             ]
-            for of in range(size)
-        ]
+        of_all = [each.requires_grad_() for inputs in everyone for each in inputs]
         own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
-        if REAL.search(case.name):
+        if of_complex and REAL.search(case.name):
             with pytest.raises(TypeError, match="complex"):
                 wait(case.bound()(*own))
             continue
         found = gradients(flat(case.bound()(*own)), own)
-        right = gradients(flat(reference(case, everyone)), [x for xs in everyone for x in xs])
-        expected = [right[rank], right[size + rank]] if len(right) > size else [right[rank]]
+        right = gradients(flat(reference(case, everyone)), of_all)
+        mine = slice(rank * len(own), (rank + 1) * len(own))
+        expected = [*right[: len(of_all)][mine], *right[len(of_all) :][mine]]
         for each, other in zip(found, expected, strict=True):
             torch.testing.assert_close(
                 wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
             )
 
 
+@ranks(place="sim")
+def test_complex_numbers() -> None:
+    check_second_gradients(of_complex=True)
+
+
 @pytest.mark.parametrize("place", ["sim", "shm"])
 @pytest.mark.filterwarnings("error")
 @ranks(2)
 def test_second_gradients(place: str) -> None:
-    rank, size = interlace.get_rank(), interlace.get_world_size()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # also in processes
-        for case in TABLE:
-            everyone = [
-                [each.requires_grad_() for each in case.inputs(of, size)] for of in range(size)
-            ]
-            own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
-            found = gradients(flat(case.bound()(*own)), own)
-            of_all = [each for inputs in everyone for each in inputs]
-            right = gradients(flat(reference(case, everyone)), of_all)
-            mine = slice(rank * len(own), (rank + 1) * len(own))
-            expected = [*right[: len(of_all)][mine], *right[len(of_all) :][mine]]
-            for each, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(
-                    wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
-                )
+        check_second_gradients(of_complex=False)
 
 
 NOT_TWICE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
@@ -156,22 +147,17 @@ def test_a_lone_rank() -> None:
     assert x.grad is not None and x.grad.tolist() == [[2.0] * 3] * 2
 
 
-def test_ranks_take_turns_in_many_orders() -> None:
+@pytest.mark.parametrize("seed", range(4))
+@ranks(place="sim")
+def test_ranks_take_turns_in_many_orders(seed: int) -> None:
     """Each rank's graph has several ops in flight, in the order of the seed."""
-
-    def case() -> list[float]:
-        x = torch.arange(1.0, 4.0).add(interlace.get_rank()).requires_grad_()
-        parts = [functional.all_reduce(x * k, group="0") for k in (1, 2)]
-        whole = functional.all_gather(functional.broadcast(parts[0] + parts[1], 1), group="0")
-        (whole.square().sum() / 2).backward()
-        assert x.grad is not None
-        return x.grad.tolist()
-
+    x = torch.arange(1.0, 4.0).add(interlace.get_rank()).requires_grad_()
+    parts = [functional.all_reduce(x * k, group="0") for k in (1, 2)]
+    whole = functional.all_gather(functional.broadcast(parts[0] + parts[1], 1), group="0")
+    (whole.square().sum() / 2).backward()
     # y = 3 * sum(x) is gathered twice on both ranks; these are the parts of rank 1
     total = torch.arange(1.0, 4.0) * 2 + 1
-    right = (3 * 3 * total * 4).tolist()
-    for seed in range(4):
-        assert interlace.run(case, 2, seed=seed) == [right] * 2
+    assert x.grad is not None and torch.equal(x.grad, 3 * 3 * total * 4)
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
@@ -184,14 +170,6 @@ def test_columns_that_are_scattered_have_gradients(algorithm: Any) -> None:
     interlace.matmul_reduce_scatter(x, w, scatter_dim=1, algorithm=algorithm).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [[5.0] * 3] * 2
     assert w.grad is not None and w.grad.tolist() == [[2.0 * (1 + rank)] * 5] * 3
-
-
-@ranks(place="sim")
-def test_a_result_may_go_into_the_next_op_and_into_out() -> None:
-    x, out = torch.ones(2), torch.empty(4)
-    y = functional.all_reduce(functional.all_reduce(x))
-    assert functional.all_gather(functional.all_reduce(x), out=out) is out
-    assert y.tolist() == [4.0] * 2 and out.tolist() == [2.0] * 4
 
 
 ROWS, SQUARE = torch.ones(3, 3), torch.ones(3, 3)
@@ -417,11 +395,7 @@ def test_who_waits_without_recording_has_the_history_of_the_call() -> None:
     [
         (0, [4, 4, 5], r"weight has 5 rows, input has k = 4 \(shape \(4, 4\)\)"),
         (1, [16, 16, 16], r"weight has 16 rows, the gathered input has k = 15 \(\d on rank \d\)"),
-        (
-            1,
-            [15, 15, 16],
-            r"rows of weight differs between ranks: \(15,\) on rank 0, \(16,\) on rank 2",
-        ),
+        (1, [15, 15, 16], r"rows of weight differs .* \(15,\) on rank 0, \(16,\) on rank 2"),
     ],
 )
 @ranks(3, place="sim")
@@ -431,9 +405,8 @@ def test_weights_that_do_not_fit_unequal_shards_are_refused(
     rank = interlace.get_rank()
     shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
     with pytest.raises(ValueError, match=text):
-        interlace.all_gather_matmul(
-            shard.requires_grad_(), torch.ones(rows[rank], 3), gather_dim=dim
-        )
+        weight = torch.ones(rows[rank], 3)
+        interlace.all_gather_matmul(shard.requires_grad_(), weight, gather_dim=dim)
     interlace.barrier()
 
 

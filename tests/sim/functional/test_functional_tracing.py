@@ -8,42 +8,29 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
-from interlace.ops.collectives.records import OPS as COLLECTIVES
+from interlace.ops.library import BY_NAME
+from interlace.ops.op.op import Setting
+from multi.functional.op_cases import TABLE, flat, reference
 from ranks import ranks
 
 TP = interlace.GroupSpec("tp", 4)
 ANY = interlace.GroupSpec("any")
-W = torch.ones(3, 8)
-
-# name: the call on an input of 8 x 3, the shape of the result in a group of 4
-OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "all_reduce": (lambda x, g, w: functional.all_reduce(x, "max", group=g), (8, 3)),
-    "all_gather": (lambda x, g, w: functional.all_gather(x, 1, group=g), (8, 12)),
-    "reduce_scatter": (lambda x, g, w: functional.reduce_scatter(x, "avg", 0, group=g), (2, 3)),
-    "all_to_all": (lambda x, g, w: functional.all_to_all(x, group=g), (8, 3)),
-    "broadcast": (lambda x, g, w: functional.broadcast(x, 1, group=g), (8, 3)),
-    "reduce": (lambda x, g, w: functional.reduce(x, "sum", 1, group=g), (8, 3)),
-    "permute": (lambda x, g, w: functional.permute(x, [1, 2, 3, 0], group=g), (8, 3)),
-    "gather": (lambda x, g, w: functional.gather(x, 0, -2, group=g), (32, 3)),
-    "scatter": (lambda x, g, w: functional.scatter(x, 0, 0, group=g), (2, 3)),
-    "all_gather_matmul": (lambda x, g, w: functional.all_gather_matmul(x, w, group=g), (32, 8)),
-    "matmul_reduce_scatter": (
-        lambda x, g, w: functional.matmul_reduce_scatter(x, w, "sum", 1, group=g),
-        (8, 2),
-    ),
-    "matmul_all_reduce": (lambda x, g, w: functional.matmul_all_reduce(x, w, group=g), (8, 8)),
-}
+SIZE = 4
+CASES = {case.op: case for case in reversed(TABLE) if not case.uneven and "norm" not in case.op}
+"""The first case of each op with one result, of float64."""
 
 
-def test_every_collective_is_traced() -> None:
-    assert {op.name for op in COLLECTIVES} - OPS.keys() == {"rank"}  # which no function gives
+def right_shape(name: str) -> torch.Size:
+    every = [CASES[name].inputs(rank, SIZE) for rank in range(SIZE)]
+    return flat(reference(CASES[name], every))[0].shape
 
 
-every_op = pytest.mark.parametrize("name", OPS)
+every_op = pytest.mark.parametrize("name", CASES)
 
 
 def ops_of(graph: torch.fx.Graph) -> list[str]:
@@ -66,29 +53,27 @@ class Works(torch.nn.Module):
         super().__init__()
         self.name, self.group, self.uses = name, group, uses
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor) -> Any:
-        result = OPS[self.name][0](x, self.group, w)
-        meanwhile = torch.sin(x)
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        result = CASES[self.name].bound(size=SIZE, group=self.group)(*tensors)
+        meanwhile = torch.sin(tensors[0])
         return torch.cos(result) if self.uses else result, meanwhile
 
 
-INPUTS = torch.ones(8, 3), W
-
-
 def exported(works: Works, *, strict: bool = False) -> Any:
-    graph = torch.export.export(works, INPUTS, strict=strict).graph
+    inputs = tuple(CASES[works.name].inputs(0, SIZE))
+    graph = torch.export.export(works, inputs, strict=strict).graph
     if works.uses:
-        shape = graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape
-        assert tuple(shape) == OPS[works.name][1]
+        output = graph.find_nodes(op="output")[0].args[0][0]
+        assert output.meta["val"].shape == right_shape(works.name)
     return graph
 
 
 def traced(works: Works, mode: str = "fake", *, functionalized: bool = False) -> torch.fx.Graph:
-    def call(x: torch.Tensor, w: torch.Tensor) -> Any:
-        return works(x, w)
+    def call(*tensors: torch.Tensor) -> Any:
+        return works(*tensors)
 
     function = torch.func.functionalize(call) if functionalized else call
-    return make_fx(function, tracing_mode=mode)(*INPUTS).graph
+    return make_fx(function, tracing_mode=mode)(*CASES[works.name].inputs(0, SIZE)).graph
 
 
 WAYS: dict[str, Callable[[Works], torch.fx.Graph]] = {
@@ -120,9 +105,10 @@ def test_results_that_are_returned_unwaited(name: str, way: str) -> None:
     assert not graph.find_nodes(op="get_attr")
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "permute"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "permute"])
 def test_any_size(name: str) -> None:
-    graph = torch.export.export(Works(name, group=ANY), INPUTS).graph
+    inputs = tuple(CASES[name].inputs(0, SIZE))
+    graph = torch.export.export(Works(name, group=ANY), inputs).graph
     names = ops_of(graph)
     assert names[0] == "interlace.group_size"
     assert [n for n in names if n.startswith("interlace")][1:] == [f"interlace.{name}"]
@@ -133,14 +119,15 @@ def test_any_size(name: str) -> None:
 
 @every_op
 def test_fake_and_meta_tensors(name: str) -> None:
-    call, shape = OPS[name]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        result = call(torch.ones(8, 3), TP, W)
-        assert type(result) is AsyncTensor and tuple(result.shape) == shape
+    call, shape = CASES[name].bound(size=SIZE, group=TP), right_shape(name)
+    inputs = CASES[name].inputs(0, SIZE)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        result = call(*map(mode.from_tensor, inputs))
+        assert type(result) is AsyncTensor and result.shape == shape
         assert wait(result).stride() == result.stride()
-        assert tuple((result * 2).shape) == shape
-    result = call(torch.ones(8, 3, device="meta"), TP, W.to("meta"))
-    assert tuple(result.shape) == shape and (result * 2).is_meta
+        assert (result * 2).shape == shape
+    result = call(*[each.to("meta") for each in inputs])
+    assert result.shape == shape and (result * 2).is_meta
 
 
 @pytest.mark.parametrize("above_autograd", [False, True])
@@ -177,7 +164,7 @@ def test_gradients_are_traced_without_a_group() -> None:
 def test_dynamic_shapes_are_not_specialized() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
-            h = functional.all_gather_matmul(x, W, group=TP)
+            h = functional.all_gather_matmul(x, torch.ones(3, 8), group=TP)
             return functional.reduce_scatter(torch.relu(h), "sum", group=TP) + 1
 
     batch = torch.export.Dim("batch", min=2, max=4096)
@@ -201,23 +188,13 @@ def test_errors_while_tracing() -> None:
 @ranks(1, place="sim")
 def test_ops_conform() -> None:
     """torch's check of custom ops tests the schema, the fake kernel and the gradients."""
-    x = torch.randn(4, 3, requires_grad=True)
-    w = torch.randn(3, 2, requires_grad=True)
-    calls: dict[str, tuple[Any, ...]] = {
-        "all_reduce": (x, "sum"),
-        "all_gather": (x, 1),
-        "reduce_scatter": (x, "sum", 1),
-        "all_to_all": (x, None, None),
-        "broadcast": (x, 0),
-        "permute": (x, [0]),
-        "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
-        "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
-        "matmul_all_reduce": (x, w, None, "sum", "auto", None),
-    }
-    for name, args in calls.items():
+    for name in [name for name in BY_NAME if "scaled" not in name]:
+        example = BY_NAME[name].example(Setting(0, 1, rows=(2,)))
+        example |= {root: 0 for root in ("src", "dst") if root in example}
+        for each in tree_leaves(example):
+            if isinstance(each, torch.Tensor) and each.dtype == torch.float32:
+                each.requires_grad_(BY_NAME[name].gradient is not None)
         op = getattr(torch.ops.interlace, name).default
         assert torch.Tag.needs_fixed_stride_order in op.tags, name
-        torch.library.opcheck(
-            op, (*args, 1, "0"), test_utils=("test_schema", "test_autograd_registration",
-            "test_faketensor"),
-        )  # fmt: skip
+        checks = "test_schema", "test_autograd_registration", "test_faketensor"
+        torch.library.opcheck(op, (*example.values(), 1, "0"), test_utils=checks)

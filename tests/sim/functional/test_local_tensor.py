@@ -61,9 +61,6 @@ def test_outputs_and_gradients_of_all_ranks(name: str, inside: bool) -> None:
 
 # -- groups, and what no other form has, as real ranks get it ------------------------------------------
 
-WEIGHT, BIAS = (torch.linspace(-2.0, 3.0, 48).view(6, 8) / 4, torch.linspace(-1.0, 1.0, 8))
-SAME = torch.linspace(-1.0, 2.0, 48).view(8, 6)  # on all ranks
-
 
 def own_numbers(rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + 2)
@@ -86,14 +83,6 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     # results of ops, not waited for, go into ops; of two kinds of groups
     "chain": lambda x: F.all_gather(
         F.all_reduce(x, "avg", group=PAIRS) * 2, 1, group=[[0, 1], [2, 3]]
-    ),
-    "matmuls of pairs": lambda x: F.all_gather_matmul(
-        x.view(2, 4, 6), [WEIGHT, WEIGHT * 2], 1, group=PAIRS, return_gathered=True
-    )[1],
-    "k of pairs": lambda x: F.all_gather_matmul(x[:, :3], WEIGHT, 1, group=PAIRS),
-    "sums of pairs": lambda x: F.matmul_all_reduce(x, WEIGHT, bias=BIAS, group=PAIRS),
-    "norms of pairs": lambda x: F.all_reduce_norm(
-        x, residual=SAME, norm=interlace.RMSNorm(WEIGHT[:, 0]), group=PAIRS
     ),
 }
 

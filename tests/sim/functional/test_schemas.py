@@ -39,20 +39,16 @@ def test_schemas_are_those_of_saved_graphs() -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@ranks(1, place="sim")
 def test_every_argument_is_named(op: Op) -> None:
-    arguments = [(kind, name) for name, kind in op.kinds.items()]
-
-    def on_rank() -> None:
-        for at, (_, name) in enumerate(arguments):
-            given = [taken(kind) for kind, _ in arguments]
-            given[at] = object()
+    for at, name in enumerate(op.kinds):
+        given = [taken(kind) for kind in op.kinds.values()]
+        given[at] = object()
+        with pytest.raises(TypeError, match=f"^{re.escape(name)} must be a.*, got object"):
+            calls.call(op.name, *given, 1, "0")
+        if op.name in WITH_OUT:
             with pytest.raises(TypeError, match=f"^{re.escape(name)} must be a.*, got object"):
-                calls.call(op.name, *given, 1, "0")
-            if op.name in WITH_OUT:
-                with pytest.raises(TypeError, match=f"^{re.escape(name)} must be a.*, got object"):
-                    calls.call_out(op.name, *given, 1, "0", out=torch.ones(1))
-
-    interlace.run(on_rank, 1)
+                calls.call_out(op.name, *given, 1, "0", out=torch.ones(1))
 
 
 WRONG: Any = torch.ones(2)  # no check may ask whether it is true
@@ -136,17 +132,11 @@ def test_what_is_asked_before_the_schema_is_refused_on_all(place: str) -> None:
         assert total == 2, text
 
 
+@ranks(2, place="sim")
 def test_an_eager_combine_takes_what_functional_forms_have_dispatched() -> None:
-    def on_rank() -> list[float]:
-        received, handle = sent(functional, {"num_experts": 2})
-        product = interlace.grouped_matmul_combine(received.x, EXPERT, handle)
-        return (experts.combine(received.x, handle) + product)[:, 0].tolist()  # type: ignore[no-any-return]
-
-    assert interlace.run(on_rank, 2) == [[10.0, 10.0]] * 2
-
-
-if __name__ == "__main__":
-    LIST.write_text("\n".join(schemas()) + "\n")
+    received, handle = sent(functional, {"num_experts": 2})
+    product = interlace.grouped_matmul_combine(received.x, EXPERT, handle)
+    assert (experts.combine(received.x, handle) + product)[:, 0].tolist() == [10.0, 10.0]
 
 
 def with_a_gradient_on_one_rank() -> Any:
@@ -180,3 +170,7 @@ def test_all_ranks_refuse(place: str, call: Callable[[], Any], words: str) -> No
     with pytest.raises((RuntimeError, ValueError), match=words):
         functional.wait(call())
     assert functional.wait(functional.all_reduce(torch.ones(1))).item() == 2
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(schemas()) + "\n")

@@ -235,10 +235,7 @@ def test_a_layer_without_a_bias_says_so() -> None:
         ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": 0.0})),
         ("scale must be a number, got None", (8, 4, 4, 1, {"scale": None})),
         ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": "1"})),
-        (
-            "num_max_dispatch_tokens_per_rank must be positive",
-            (8, 4, 4, 1, {"num_max_dispatch_tokens_per_rank": 0}),
-        ),
+        ("tokens_per_rank must be positive", (8, 4, 4, 1, {"num_max_dispatch_tokens_per_rank": 0})),
         ("drop must be one of probs, position", (8, 4, 4, 1, {"drop": "last"})),
     ],
 )

@@ -172,12 +172,9 @@ def test_sizes_that_do_not_fit(make: Callable[[], Any], text: str) -> None:
 @ranks(place="sim")
 def test_indices_that_do_not_fit(what: str) -> None:
     x, wrong = torch.zeros(4, dtype=torch.int64), interlace.get_rank() == 1
+    of_range = IndexError if wrong else ValueError
     kind, text, other = {
-        "range": (
-            IndexError if wrong else ValueError,
-            "input must be within 0..4, got 5..5",
-            x + 5,
-        ),
+        "range": (of_range, "input must be within 0..4, got 5..5", x + 5),
         "dtype": (TypeError, "must be an int32 or int64 tensor, got torch.float32", x.float()),
         "length": (ValueError, "the group's size 2 must divide the length 3 of dim 0", x[:3]),
     }[what]
@@ -188,20 +185,16 @@ def test_indices_that_do_not_fit(what: str) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda wrong: inn.RowParallelLinear(5 if wrong else 4, 4), "in_features .* got 5"),
-        (
-            lambda wrong: inn.SequenceParallelMLP(4, 4, "tanh" if wrong else None),
-            "activation .*tanh",
-        ),
-        (lambda wrong: inn.VocabParallelEmbedding(4, 2, 4 if wrong else 3), "padding_idx .* got 4"),
+        (lambda rank: inn.RowParallelLinear(4 + rank, 4), "in_features .* got 5"),
+        (lambda rank: inn.SequenceParallelMLP(4, 4, ("relu", "tanh")[rank]), "activation .*tanh"),
+        (lambda rank: inn.VocabParallelEmbedding(4, 2, 3 + rank), "padding_idx .* got 4"),
     ],
 )
 @ranks(place="sim")
-def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], text: str) -> None:
+def test_what_one_rank_cannot_make_all_are_told(make: Callable[[int], Any], text: str) -> None:
     """The other ranks have made their parameters, and get the error when they first communicate."""
-
     with pytest.raises(ValueError, match=text) as caught:
-        make(interlace.get_rank() == 1)
+        make(interlace.get_rank())
         interlace.barrier()
     said, told = str(caught.value), "rank 1 cannot take part: "
     assert said.endswith(" (on rank 1)") if interlace.get_rank() else told in said, said
@@ -383,19 +376,17 @@ def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> N
         (inn.QKVParallelLinear, "gather_output"),
     ],
 )
+@ranks(place="sim")
 def test_linear_layers_show_what_they_take_and_take_nothing_else(kind: Any, other: str) -> None:
     parameters = inspect.signature(kind).parameters
     shared = inspect.signature(LinearOptions).parameters
     assert all(parameters[name].default == each.default for name, each in shared.items())
     assert other not in parameters and "options" not in parameters
 
-    def on_rank() -> None:
-        sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
-        kind(*sizes, **{name: each.default for name, each in shared.items()})
-        with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) .*'{other}'$"):
-            kind(*sizes, **{other: None})
-
-    interlace.run(on_rank, 2)
+    sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
+    kind(*sizes, **{name: each.default for name, each in shared.items()})
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) .*'{other}'$"):
+        kind(*sizes, **{other: None})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

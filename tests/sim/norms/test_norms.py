@@ -372,10 +372,8 @@ MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
     (ROWS, {"norm": interlace.RMSNorm(None, None)}, "TypeError: eps of norm must be a number"),  # type: ignore[arg-type]
     (ROWS, {"quantize": "int8"}, "mxfp8, mxfp8_e5m2, mxfp4, nvfp4, got 'int8'"),
     (SCATTER, {"gather_normed": 1}, "TypeError: gather_normed must be a bool, got 1"),
-    (ROWS, {"algorithm": "kernel"}, "algorithm must be one of auto, fused"),
     (PARTS, {"algorithm": "low_latency"}, "use all_reduce_norm"),
     (ROWS, {"bias": torch.ones(4)}, "bias must have shape (8,)"),
-    (ROWS, {"reduce_op": "max"}, "reduce_op must be one of sum, avg"),
     # a block for every row
     (ROWS, {"input": both(torch.ones(65, 16)), "norm": both(interlace.RMSNorm()),
             "algorithm": both("low_latency")}, "each row in whole blocks of 1024, got 66560"),

@@ -90,9 +90,7 @@ def test_replicas_send_once_and_their_gradients_add_up() -> None:
     sharded = scatter(source, None, Replicate())
     assert sharded.sizes == {} and sharded.full_tensor() is sharded.to_local()
     (sharded.to_local() * (1.0 if rank else 256.0)).sum().backward()
-    if (
-        source is not None
-    ):  # 256 + 1 + 1 + 1 is 260 in bfloat16, and 256 if each addition is rounded
+    if source is not None:  # in bfloat16 256 + 1 + 1 + 1 is 260, or 256 if each addition is rounded
         assert source.grad is not None and source.grad.tolist() == [260.0] * 2
     mine = torch.full((2,), float(rank), requires_grad=True)
     whole = from_local(mine, None, [Replicate()]).gather(group_dst=2)
@@ -171,11 +169,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (scattered(ones(3)), scattered(ones(3)), "must be None or a Placeholder"),
     (scattered(None), scattered(None), "tensor must be a tensor"),
     (scattered(ones(3), [Shard(0)], {0: [1, 1]}), scattered(None), "add up to shape (2,)"),
-    (
-        scattered(ones(3)),
-        scattered(None, [Replicate()]),
-        "on rank 1, but (Shard(dim=0),) on the source",
-    ),
+    (scattered(ones(3)), scattered(None, [Replicate()]), "but (Shard(dim=0),) on the source"),
     (scattered(ones(3)), scattered(Placeholder((4,))), "tensor is (4,) of torch.float32 on rank 1"),
 ]
 
