@@ -258,8 +258,10 @@ def test_stale_nonce_in_the_store() -> None:
     """Nobody can join the data of a crashed generation, and nobody hangs."""
     store = HashStore()
     store.set("interlace/crashed/0/nonce", NONCE.hex())
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 1: ranks \[0\] have not joined"):
+    said = r"rank 1: ranks \[0\] have not joined"
+    with pytest.raises(CollectiveTimeoutError, match=said) as caught:
         HostGroup(StoreMeeting(store), 1, 2, timeout=0.2, prefix="interlace/crashed/0")
+    assert caught.value.waited_for == (0,)
 
 
 # -- failing ---------------------------------------------------------------------------------------
