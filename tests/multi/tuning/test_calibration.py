@@ -1,4 +1,4 @@
-"""What calibrations and tuning caches decide on ranks that are processes, and ``interlace calibrate``."""
+"""Choices that ranks make by calibrations and tuning caches, and ``python -m interlace calibrate``."""
 
 import itertools
 import json
