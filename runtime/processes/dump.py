@@ -117,6 +117,7 @@ def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) 
             written.setdefault((is_own, name), []).append(path)
     for (is_own, name), paths in written.items():
         reason, at = (why, level) if is_own else ("it may not do so itself", logging.DEBUG)
+        reason = reason.removeprefix(f"rank {name}: ")
         _log.log(at, "rank %d: %s; its last ops are in %s", name, reason, ", ".join(paths))
 
 
@@ -351,4 +352,4 @@ class Blame:
             dump(group, str(error), level=logging.INFO)  # another rank has logged the error
             return
         blamed = [rank for rank, name in enumerate(group.names) if name in late]
-        group.abort(f"{error} (message {group.sequence} of its group)", blamed)
+        group.abort(f"{error} (op {group.sequence} of its group)", blamed)

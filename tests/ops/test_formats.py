@@ -318,6 +318,16 @@ def test_swizzled_scales_are_known_by_their_shape() -> None:
         Scaled(values, scales.T, "mxfp8")
 
 
+def test_inductor_packs_rows() -> None:
+    """Inductor has no promotion for parts of a tensor of e4m3, which are the scales of nvfp4."""
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return formats.packed_rows(quantize(x, "nvfp4"))
+
+    x = numbers(5, 160)
+    assert torch.equal(torch.compile(packed, fullgraph=True)(x), packed(x))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_results_do_not_depend_on_the_default_dtype(name: str) -> None:
     left, right = quantize(numbers(5, 64), name), quantize(numbers(7, 64, seed=1), name).t()

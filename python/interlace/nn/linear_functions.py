@@ -44,6 +44,7 @@ from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.ops.matmul.block_scaled import (
     are_scaled,
+    check_scales_of,
     gathered_rows,
     op_of,
     product,
@@ -256,6 +257,7 @@ def _packed_weights(
                 f"blocks are along in; got input of shape {tuple(input.shape)} and weights[{index}] of "
                 f"shape {tuple(each.shape)} with blocks along dimension {each.inner}"
             )
+        check_scales_of(f"weights[{index}]", each)
         packed.append(packed_rows(each))
     return packed, format or ""
 

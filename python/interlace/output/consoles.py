@@ -51,6 +51,16 @@ def write(console: Any, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
+def new_table(**options: Any) -> Any:
+    """Return a table of rich with a line below the headings, which looks the same on every terminal."""
+    from rich.box import Box
+    from rich.table import Table
+
+    blank = "    \n"
+    box = Box(f"{blank}{blank} -- \n{5 * blank}", ascii=True)
+    return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), **options)
+
+
 def write_table(console: Any, table: Any) -> None:
     """Print a table of rich: on a terminal as wide as the terminal, elsewhere as wide as the table."""
     if not console.is_terminal:

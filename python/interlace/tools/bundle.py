@@ -56,8 +56,14 @@ def operands_of(options: KernelOptions, arch: int) -> MatmulVariant:
         )
     if options.quantize and not packs and arch < 89:
         raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
-    if options.format and format_named(options.format) and options.weight != "nk":
-        raise ValueError(f"weight is 'kn': columns of {options.format} are packed, which is 'nk'")
+    if packs:
+        format_named(options.quantize).check_widths(columns=options.columns)
+    if options.format:
+        format_named(options.format).check_widths(inner=options.inner)
+        if options.weight != "nk":
+            raise ValueError(
+                f"weight is 'kn': columns of {options.format} are packed, which is 'nk'"
+            )
     possible = (
         gpu_default(arch, options.torch_dtype, options.rows).descriptors and not options.format
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from interlace.output.consoles import count_in_bar, write_table
+from interlace.output.consoles import count_in_bar, new_table, write_table
 from interlace.output.files import refuse_outputs
 from interlace.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.output.page import PageEvent, PageView, Panel, write_page
@@ -202,11 +202,9 @@ def render(console: Any, results: list[JobResult], tell: Teller | None = None) -
 
 
 def _table(results: list[JobResult]) -> Any:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = new_table()
     table.add_column("subject", no_wrap=True)
     checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
     for check in checks:

@@ -34,11 +34,11 @@ MAKE_SECRET = ["install -m 600 /dev/null secret", "head -c 32 /dev/urandom | bas
 PASS_SECRET = "export INTERLACE_SECRET=$(cat secret)"
 COMMANDS = {
     "torchrun --standalone --nproc-per-node 2 job.py": 2,
-    "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py": 2,
+    "torchrun --standalone --nproc-per-node 2 --max-restarts 3 launched.py": 2,
     "srun -n 2 python job.py": 2,
     "sbatch docs/examples/job.sbatch": 4,
-    "mpirun -n 2 python train.py": 2,
-    "MASTER_PORT=29500 mpiexec -n 2 python train.py": 2,
+    "mpirun -n 2 python launched.py": 2,
+    "MASTER_PORT=29500 mpiexec -n 2 python launched.py": 2,
 }
 # for Open MPI, if it is installed: tests may run as root, on fewer cores than ranks
 OPEN_MPI = {

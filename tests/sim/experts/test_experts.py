@@ -451,6 +451,9 @@ def test_permute_knows_its_experts() -> None:
     for wrong in (2, -2):
         with pytest.raises(ValueError, match=f"topk_idx has .*{wrong}"):
             experts.permute(torch.ones(2, 4), torch.tensor([[0, 1], [1, wrong]]), 2)
+    pair: Any = torch.ones(2, 4), torch.ones(2, 1)
+    with pytest.raises(TypeError, match=r"x must be a tensor or an interlace\.Scaled, got tuple"):
+        experts.permute(pair, torch.tensor([[0], [1]]), 2)
     rows, splits = experts.permute(torch.ones(2, 4), torch.tensor([[0, 1], [1, -1]]), 2)
     assert rows.shape[0] == 3 and splits.tolist() == [1, 2]
 

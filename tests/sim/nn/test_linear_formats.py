@@ -267,6 +267,13 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
             "a linear function of a scaled weight has no gradient for its input",
         ),
         (
+            lambda layer, w: row_parallel_linear(
+                torch.ones(4, 192), Scaled(w.values, 0 * w.scales, w.format), group=None
+            ),
+            ValueError,
+            r"weights\[0\]: scales of fp8_block128 must be finite and greater than 0, got 0.0",
+        ),
+        (
             lambda layer, w: nn.ColumnParallelLinear(192, 256, format="mxfp8", save_gathered=True)(
                 torch.ones(2, 192)
             ),

@@ -9,7 +9,7 @@ from typing import Any
 from interlace.arguments.paths import refuse_empty
 from interlace.ops.matmul.formats import FORMATS
 from interlace.output import consoles
-from interlace.output.consoles import count_in_bar
+from interlace.output.consoles import count_in_bar, new_table
 from interlace.output.files import refuse_no_folder
 from interlace.output.options import CommandOptions, arches, option, positive_int
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -171,17 +171,12 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
         console.out(json.dumps(facts, indent=2))
         return 1 if failed else 0
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(
+    table = new_table(
         title="registers per thread, bytes of stack, spill instructions, bytes of shared memory, "
         "tensor-core instructions",
         title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
     )
     table.add_column("kernel, variant", min_width=28)
     for column in ("sm", "regs", "stack", "spills", "shared", "tensor"):

@@ -29,17 +29,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 import interlace
 from interlace import reference, tracing
 from interlace.groups import groups
 from interlace.launcher import PLACES
-from interlace.output.consoles import write
+from interlace.output.consoles import new_table, write
 from interlace.output.files import (
     refuse_format,
     refuse_outputs,
@@ -471,7 +469,7 @@ def report(console: Console, outcome: CaseResult, number: int) -> None:
     case, recording = outcome.case, outcome.recording
     console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}")
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = new_table()
     for header in ("rank", "max error", "of bound", "bytes sent", "tiles", "before last chunk"):
         table.add_column(header, justify="right")
     for rank, (error, ratio) in enumerate(outcome.errors):

@@ -264,6 +264,8 @@ def permute(
         rows: Any
         rows, counts = permute(packed, topk_idx, num_experts, num_out_tokens=num_out_tokens)
         return unpacked_rows(rows, x.kind, x.shape[-1]), counts
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor or an interlace.Scaled, got {checks.describe(x)}")
     traced = torch.compiler.is_compiling() or modes_active()
     if num_out_tokens is None and topk_idx.device.type == "cpu" and not traced:
         check_experts(topk_idx, num_experts)

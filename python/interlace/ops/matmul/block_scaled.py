@@ -347,7 +347,7 @@ def pack(record: Any, *, check_scales: bool) -> Any:
         operand_name = name_of(index, several)
         _check(operands[: index + 1], operand_name, record)
         if check_scales and passed[index] is each:
-            _check_scales(operand_name, each)
+            check_scales_of(operand_name, each)
     biases = record.biases if name == "weights" else record.bias
     all_biases = biases if isinstance(biases, (list, tuple)) else [biases]
     parts = [part for each in operands for part in (each.values, each.scales, each.whole)]
@@ -510,11 +510,11 @@ def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, contextlib.AbstractCont
         )
     if is_traced():
         return packed_rows(tokens), contextlib.nullcontext()
-    _check_scales("x", tokens)
+    check_scales_of("x", tokens)
     return packed_rows(tokens), comparing(format_term(tokens.format), ("k", tokens.shape[-1]))
 
 
-def _check_scales(name: str, operand: Scaled) -> None:
+def check_scales_of(name: str, operand: Scaled) -> None:
     """Check scales, unless the host would wait for a device, or tensors have no real values."""
     like = operand.values.new_empty(1, dtype=torch.uint8)
     if like.is_cpu and has_memory(like):

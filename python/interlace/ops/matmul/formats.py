@@ -614,7 +614,8 @@ def packed_rows(scaled: Scaled) -> Tensor:
     values, scales, whole = _views(packed, kind)
     values[..., : scaled.values.shape[-1]] = scaled.values.view(torch.uint8)
     of_rows = scaled._scales_of_rows()
-    scales[..., : of_rows.shape[-1]] = of_rows
+    bits = torch.uint8 if kind.scale.itemsize == 1 else kind.scale  # Inductor copies no part of fp8
+    scales.view(bits)[..., : of_rows.shape[-1]] = of_rows.view(bits)
     if whole is not None:
         whole.copy_(whole.new_ones(()) if scaled.whole is None else scaled.whole)
     return packed
