@@ -94,11 +94,6 @@ def test_what_formats_do_not_fit(tmp_path: pathlib.Path) -> None:
         ("all_gather_matmul", {"k": "33", "format": "mxfp4"}, "--k 33: mxfp4 has two numbers in"),
         ("dispatch", {"n": "33", "format": "nvfp4"}, "--n 33: nvfp4 has two numbers in a byte"),
         ("combine", {"format": "mxfp8"}, "--format mxfp8: combine has no such setting"),
-        (
-            "matmul_all_to_all",
-            {"format": "mxfp8"},
-            "--format mxfp8: matmul_all_to_all has no such setting",
-        ),
     ):
         with pytest.raises(ValueError, match=said):
             run(op, tmp_path, place="sim", **{**options_of(op), **more})

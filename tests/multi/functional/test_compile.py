@@ -321,20 +321,11 @@ def test_the_pass_decides_by_it() -> None:
     half = torch.bfloat16
     x, w = torch.ones(2, 8, 16, dtype=half), torch.ones(16, 4, dtype=half)
     for machine in (CPU, GPU):
-        for function, last, expected in (
-            (
-                gather,
-                torch.ones(16, 12, dtype=half),
-                predict("all_gather", 64, 16, 16, 4, dtype=half, machine=machine),
-            ),
-            (
-                reduce,
-                torch.ones(4, dtype=half),
-                predict(
-                    "reduce_scatter", 16, 4, 32, 4, dtype=half, machine=machine, bias=True, terms=2
-                ),
-            ),
-        ):
+        how: dict[str, Any] = {"dtype": half, "machine": machine}
+        of_gather = predict("all_gather", 64, 16, 16, 4, **how)
+        of_reduce = predict("reduce_scatter", 16, 4, 32, 4, bias=True, terms=2, **how)
+        for function, shape, expected in ((gather, (16, 12), of_gather), (reduce, (4,), of_reduce)):
+            last = torch.ones(shape, dtype=half)
             report = fuse(graph_of(function, x, w, last), machine=machine)
             (found,) = report.candidates
             assert (found.unfused_seconds, found.fused_seconds) == expected

@@ -147,22 +147,6 @@ def graphs_of(function: Callable[..., Any], *inputs: Any) -> tuple[Any, list[lis
     return compiled(function, aot_autograd(fw_compiler=keep, bw_compiler=keep))(*inputs), graphs
 
 
-@ranks()
-def test_start_and_wait_are_a_pair_around_the_work_between_them() -> None:
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        gathered = functional.all_gather(x)
-        meanwhile = torch.relu(w) @ w
-        return torch.cos(gathered) @ meanwhile
-
-    x = torch.full((2, 3), own_value(), requires_grad=True)
-    result, graphs = graphs_of(run, x, torch.ones(3, 3, requires_grad=True))
-    result.sum().backward()
-    forward, backward = graphs
-    forward = [name for name in forward if name != "detach"]
-    assert forward == ["all_gather", "relu", "mm", "wait_tensor", "cos", "mm"]
-    assert backward[-2:] == ["reduce_scatter", "wait_tensor"]
-
-
 @thorough
 @ranks()
 def test_unwaited_results_and_arguments_of_graphs() -> None:

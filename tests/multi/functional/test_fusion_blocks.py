@@ -1,6 +1,7 @@
 """The fusion pass on block-scaled operands, in graphs as torchao's and vLLM's: the results of the ops."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,25 +56,29 @@ def plain(x: Scaled, w: Scaled, **how: Any) -> Any:
     return interlace.all_gather_matmul(x, w.t(), **how)  # type: ignore[arg-type]
 
 
+def blocked(scales: Tensor) -> Tensor:
+    """``MXTensor`` swizzles the bytes of scales."""
+    return block_ops.to_blocked(scales).view(E8M0)
+
+
+def mx_product(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, **how: Any) -> Tensor:
+    return torch._scaled_mm(q, w.t(), s, w_scales, out_dtype=torch.bfloat16, **how)
+
+
+def group_product(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    made: Tensor = op(q, w, s, w_scales, [128, 128], torch.bfloat16)
+    return made
+
+
 def mxfp8_of_torchao(name: str = "mxfp8", of_weight: str = "mxfp8") -> Made:
     """``MXTensor``: scales are gathered plain, and swizzled for the matmul."""
 
     def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
-        return torch._scaled_mm(
-            gathered_bytes(q), w.t(), blocked, w_scales, out_dtype=torch.bfloat16
-        )
+        return mx_product(gathered_bytes(q), blocked(gathered(s.view(BYTES))), w, w_scales)
 
     x, w = shard(name), weight(of_weight)
     return layer, (x.values, x.scales, w.values, swizzled(w.scales)), plain(x, w)
-
-
-def e4m3_beside_e5m2() -> Made:
-    return mxfp8_of_torchao("mxfp8", "mxfp8_e5m2")
-
-
-def e5m2_beside_e4m3() -> Made:
-    return mxfp8_of_torchao("mxfp8_e5m2", "mxfp8")
 
 
 def two_readers() -> Made:
@@ -82,11 +87,8 @@ def two_readers() -> Made:
     def layer(
         q: Tensor, s: Tensor, w: Tensor, t: Tensor, v: Tensor, u: Tensor, bias: Tensor
     ) -> Any:
-        whole = gathered_bytes(q)
-        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
-        how: Any = {"out_dtype": torch.bfloat16}
-        one = torch._scaled_mm(whole, w.t(), blocked, t, **how)
-        other = torch._scaled_mm(whole, v.t(), blocked, u, bias=bias, **how)
+        whole, scales = gathered_bytes(q), blocked(gathered(s.view(BYTES)))
+        one, other = mx_product(whole, scales, w, t), mx_product(whole, scales, v, u, bias=bias)
         return one, other, whole.view(BYTES)
 
     x, w, v = shard("mxfp8"), weight("mxfp8"), weight("mxfp8", 8)
@@ -99,27 +101,16 @@ def two_readers() -> Made:
 
 def mxfp4_of_torchao() -> Made:
     def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
+        scales = blocked(gathered(s.view(BYTES)))
         recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-        return F.scaled_mm(
-            gathered(q).view(FP4),
-            w.view(FP4).t(),
-            blocked,
-            recipe,
-            w_scales,
-            recipe,
-            swizzle,
-            swizzle,
-        )
+        pairs: Any = scales, recipe, w_scales, recipe, swizzle, swizzle
+        return F.scaled_mm(gathered(q).view(FP4), w.view(FP4).t(), *pairs)
 
     # with a larger k torch takes shapes of scales for half of k
     x = quantize(numbers(ROWS, 128, dist.get_rank()), "mxfp4")
     w = quantize(numbers(COLUMNS, 128, 9), "mxfp4")
-    return (
-        layer,
-        (x.values.view(BYTES), x.scales, w.values.view(BYTES), swizzled(w.scales)),
-        plain(x, w),
-    )
+    given = x.values.view(BYTES), x.scales, w.values.view(BYTES), swizzled(w.scales)
+    return layer, given, plain(x, w)
 
 
 def nvfp4_of_torchao() -> Made:
@@ -171,123 +162,88 @@ def quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, s
 
 
-def by_op(name: str) -> Callable[[], Made]:
-    def groups_of_vllm() -> Made:
-        def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-            q, s = map(of_vllm, quantized_groups(x))
-            if name == "cutlass_scaled_mm":
-                out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
-                torch.ops._C.cutlass_scaled_mm(out, q, w.t(), s, w_scales.t(), None)
-                return out
+def groups_of_vllm(name: str) -> Made:
+    def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        q, s = map(of_vllm, quantized_groups(x))
+        if name in ("cutlass_scaled_mm", "fp8_gemm_nt_op"):
+            out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
             if name == "fp8_gemm_nt_op":
-                out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
                 torch.ops.vllm.fp8_gemm_nt_op(q, s, w, w_scales, out, False)
-                return out
-            op = getattr(torch.ops.vllm, name)
-            return op(q, w, s, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+            else:
+                torch.ops._C.cutlass_scaled_mm(out, q, w.t(), s, w_scales.t(), None)
+            return out
+        op = getattr(torch.ops.vllm, name)
+        return op(q, w, s, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
 
-        x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
-        return layer, (x, w.values, w.scales), plain(quantize(x, "fp8_block128"), w)
-
-    return groups_of_vllm
+    x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
+    return layer, (x, w.values, w.scales), plain(quantize(x, "fp8_block128"), w)
 
 
-def nvfp4_of_vllm(flashinfer: bool, rows: int) -> Callable[[], Made]:
+def nvfp4_of_vllm(flashinfer: bool) -> Made:
     """``flashinfer``: its op, with a weight and scales that are transposed views."""
 
-    def of_op() -> Made:
-        def layer(
-            x: Tensor, of_input: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor
-        ) -> Tensor:
-            q, s = torch.ops._C.scaled_fp4_quant(x, of_input, True)
-            q, s = of_vllm(q), of_vllm(s).view(E4M3)
-            if flashinfer:
-                scales = s.view(BYTES), w_scales.view(BYTES).t()
-                about = alpha, torch.bfloat16, False, "cutlass"
-                return torch.ops.vllm.flashinfer_mm_fp4(q, w.t(), *scales, *about)  # type: ignore[no-any-return]
-            out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
-            torch.ops._C.cutlass_scaled_fp4_mm(out, q, w, s, w_scales, alpha)
-            return out
+    def layer(x: Tensor, of_input: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor) -> Tensor:
+        q, s = torch.ops._C.scaled_fp4_quant(x, of_input, True)
+        q, s = of_vllm(q), of_vllm(s).view(E4M3)
+        if flashinfer:
+            scales = s.view(BYTES), w_scales.view(BYTES).t()
+            about = alpha, torch.bfloat16, False, "cutlass"
+            return torch.ops.vllm.flashinfer_mm_fp4(q, w.t(), *scales, *about)  # type: ignore[no-any-return]
+        out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
+        torch.ops._C.cutlass_scaled_fp4_mm(out, q, w, s, w_scales, alpha)
+        return out
 
-        x, rank = numbers(rows, INNER, dist.get_rank()), dist.get_rank()
-        of_input = torch.tensor(64.0)
-        # weights of ranks, and so the alphas that multiply all rows, differ
-        w = quantize(numbers(128, INNER, 9), "nvfp4", whole=torch.tensor(2.0**-7 * (1 + rank)))
-        assert w.whole is not None
-        input = quantize(x, "nvfp4", whole=1 / of_input)
-        scales = swizzled(w.scales).view(128, -1)
-        given = x, of_input, w.values.view(BYTES), scales, w.whole / of_input
-        return layer, given, plain(input, w)
-
-    return of_op
+    x, rank = numbers(128, INNER, dist.get_rank()), dist.get_rank()
+    of_input = torch.tensor(64.0)
+    # weights of ranks, and so the alphas that multiply all rows, differ
+    w = quantize(numbers(128, INNER, 9), "nvfp4", whole=torch.tensor(2.0**-7 * (1 + rank)))
+    assert w.whole is not None
+    scales = swizzled(w.scales).view(128, -1)
+    given = x, of_input, w.values.view(BYTES), scales, w.whole / of_input
+    return layer, given, plain(quantize(x, "nvfp4", whole=1 / of_input), w)
 
 
-def scattered_groups(reduction: str) -> Callable[[], Made]:
-    def of_reduction() -> Made:
-        def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-            q, s = quantized_groups(x)
-            op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-            product = op(q, w, s, w_scales, [128, 128], torch.bfloat16)
-            return scattered(product) if reduction == "scatter" else total(product) * 1
-
-        x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
-        form = (
-            interlace.matmul_reduce_scatter
-            if reduction == "scatter"
-            else interlace.matmul_all_reduce
-        )
-        right: Any = form(quantize(x, "fp8_block128"), w.t())  # type: ignore[operator]
-        return layer, (x, w.values, w.scales), right
-
-    return of_reduction
+FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
+    "scatter": (scattered, interlace.matmul_reduce_scatter),
+    "all": (total, interlace.matmul_all_reduce),
+}
 
 
-def reduced_norm(reduction: str, quantisation: str = "") -> Callable[[], Made]:
+def reduced_groups(reduction: str) -> Made:
+    reduce, form = FORMS[reduction]
+
+    def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        return reduce(group_product(*quantized_groups(x), w, w_scales)) * 1
+
+    x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
+    return layer, (x, w.values, w.scales), form(quantize(x, "fp8_block128"), w.t())
+
+
+def reduced_norm(reduction: str, quantisation: str) -> Made:
     """A norm behind the reduction; its rows may leave as fp8, by a scale of each row or one that exists."""
+    reduce, form = FORMS[reduction]
 
-    def of_norm() -> Made:
-        def layer(
-            q: Tensor,
-            s: Tensor,
-            w: Tensor,
-            w_scales: Tensor,
-            residual: Tensor,
-            gain: Tensor,
-            t: Tensor,
-        ) -> Any:
-            op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-            product = op(q, w, s, w_scales, [128, 128], torch.bfloat16)
-            h = (scattered if reduction == "scatter" else total)(product) + residual
-            y = F.rms_norm(h, (COLUMNS,), gain, EPS)
-            if not quantisation:
-                return y, h
-            fp8, scale = (
-                torch.empty_like(y, dtype=E4M3),
-                y.new_empty(len(y), 1, dtype=torch.float32),
-            )
-            if quantisation == "fp8_static":
-                torch.ops._C.static_scaled_fp8_quant(fp8, y, t)
-                return fp8, h
-            torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, y, scale, None)
-            return fp8, scale, h
+    def layer(product: tuple[Tensor, ...], residual: Tensor, gain: Tensor, t: Tensor) -> Any:
+        h = reduce(group_product(*product)) + residual
+        y = F.rms_norm(h, (COLUMNS,), gain, EPS)
+        if not quantisation:
+            return y, h
+        fp8, scale = torch.empty_like(y, dtype=E4M3), y.new_empty(len(y), 1, dtype=torch.float32)
+        if quantisation == "fp8_static":
+            torch.ops._C.static_scaled_fp8_quant(fp8, y, t)
+            return fp8, h
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, y, scale, None)
+        return fp8, scale, h
 
-        rows = ROWS // (dist.get_world_size() if reduction == "scatter" else 1)
-        x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
-        residual, gain = numbers(rows, COLUMNS, 5).bfloat16(), numbers(1, COLUMNS, 6)[0].bfloat16()
-        t = torch.tensor(0.25)
-        form: Any = (
-            interlace.matmul_reduce_scatter
-            if reduction == "scatter"
-            else interlace.matmul_all_reduce
-        )
-        vector = gain.float() / t if quantisation == "fp8_static" else gain
-        about: Any = {"norm": interlace.RMSNorm(vector, eps=EPS), "quantize": quantisation or None}
-        rows_of_norm, total_of_rows = form(x, w.t(), residual=residual, **about)
-        parts = rows_of_norm if isinstance(rows_of_norm, tuple) else (rows_of_norm,)
-        arguments = (x.values, x.scales, w.values, w.scales, residual, gain, t)
-        return layer, arguments, (*parts, total_of_rows)
-
-    return of_norm
+    rows = ROWS // (dist.get_world_size() if reduction == "scatter" else 1)
+    x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
+    residual, gain = numbers(rows, COLUMNS, 5).bfloat16(), numbers(1, COLUMNS, 6)[0].bfloat16()
+    t = torch.tensor(0.25)
+    vector = gain.float() / t if quantisation == "fp8_static" else gain
+    about: Any = {"norm": interlace.RMSNorm(vector, eps=EPS), "quantize": quantisation or None}
+    normed, sums = form(x, w.t(), residual=residual, **about)
+    parts = normed if isinstance(normed, tuple) else (normed,)
+    return layer, ((x.values, x.scales, w.values, w.scales), residual, gain, t), (*parts, sums)
 
 
 def biased_and_normed() -> Made:
@@ -296,9 +252,7 @@ def biased_and_normed() -> Made:
     def layer(
         q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, one: Tensor, other: Tensor
     ) -> Tensor:
-        blocked = block_ops.to_blocked(s.view(BYTES)).view(E8M0)
-        options: Any = {"bias": one, "out_dtype": torch.bfloat16}
-        h = total(torch._scaled_mm(q, w.t(), blocked, w_scales, **options)) + other
+        h = total(mx_product(q, blocked(s.view(BYTES)), w, w_scales, bias=one)) + other
         return F.rms_norm(h, (COLUMNS,), None, EPS)
 
     x, w, one = shard("mxfp8"), weight("mxfp8"), torch.arange(COLUMNS).bfloat16()
@@ -309,30 +263,14 @@ def biased_and_normed() -> Made:
     return layer, arguments, right[0]
 
 
-def scattered_mxfp8() -> Made:
-    """Scales of the rank's product are swizzled."""
-
-    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-        how: Any = {"out_dtype": torch.bfloat16}
-        return scattered(
-            torch._scaled_mm(
-                q, w.t(), block_ops.to_blocked(s.view(BYTES)).view(E8M0), w_scales, **how
-            )
-        )
-
-    x, w = shard("mxfp8"), weight("mxfp8")
-    right = interlace.matmul_reduce_scatter(x, w.t())
-    return layer, (x.values, x.scales, w.values, swizzled(w.scales)), right
-
-
 def nvfp4_scattered() -> Made:
     """``NVFP4Tensor``: the scales of both whole tensors multiply the product, behind the matmul."""
 
     def layer(
         q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, one: Tensor, other: Tensor
     ) -> Tensor:
-        blocked = block_ops.to_blocked(s.view(BYTES)).view(E4M3)
-        factors = q.view(FP4), w.view(FP4).t(), blocked, w_scales
+        scales = block_ops.to_blocked(s.view(BYTES)).view(E4M3)
+        factors = q.view(FP4), w.view(FP4).t(), scales, w_scales
         product = torch._scaled_mm(*factors, out_dtype=torch.bfloat16)
         return scattered(product * (one * other).to(torch.bfloat16))
 
@@ -366,43 +304,40 @@ def both(name: str, op: str = GATHER) -> list[tuple[str, tuple[str, ...]]]:
 
 
 ROWWISE = "all_gather_matmul"
+QUANTISATIONS = {
+    "": (),
+    "fp8": ("its rows leave as fp8",),
+    "fp8_static": ("its rows leave as fp8 by a scale that is an input",),
+}
+GROUP_PRODUCTS = (
+    "w8a8_triton_block_scaled_mm_func", "padded_cutlass", "fp8_gemm_nt_op", "cutlass_scaled_mm",
+)  # fmt: skip
 CASES: dict[str, tuple[Callable[[], Made], list[tuple[str, tuple[str, ...]]]]] = {
     "mxfp8 of torchao": (mxfp8_of_torchao, both("mxfp8")),
-    "e4m3 beside e5m2": (e4m3_beside_e5m2, both("mxfp8 x mxfp8_e5m2")),
-    "e5m2 beside e4m3": (e5m2_beside_e4m3, both("mxfp8_e5m2 x mxfp8")),
+    "e5m2 beside e4m3": (
+        partial(mxfp8_of_torchao, "mxfp8_e5m2", "mxfp8"), both("mxfp8_e5m2 x mxfp8"),
+    ),
     "two readers": (two_readers, both("mxfp8")),
     "blocks of DTensor": (blocks_of_dtensor, both("fp8_block128")),
-    **{
-        name: (by_op(name), both("fp8_block128"))
-        for name in (
-            *("w8a8_triton_block_scaled_mm_func", "padded_cutlass", "fp8_gemm_nt_op"),
-            "cutlass_scaled_mm",
-        )
-    },
-    "nvfp4 of vLLM": (nvfp4_of_vllm(False, 128), both("nvfp4")),
-    "nvfp4 of FlashInfer": (nvfp4_of_vllm(True, 128), both("nvfp4")),
-    "groups, scattered": (scattered_groups("scatter"), both("fp8_block128", SCATTER)),
-    "groups, all-reduced": (scattered_groups("all"), both("fp8_block128", REDUCE)),
+    **{name: (partial(groups_of_vllm, name), both("fp8_block128")) for name in GROUP_PRODUCTS},
+    "nvfp4 of vLLM": (partial(nvfp4_of_vllm, False), both("nvfp4")),
+    "nvfp4 of FlashInfer": (partial(nvfp4_of_vllm, True), both("nvfp4")),
+    "groups, scattered": (partial(reduced_groups, "scatter"), both("fp8_block128", SCATTER)),
+    "groups, all-reduced": (partial(reduced_groups, "all"), both("fp8_block128", REDUCE)),
     **{
         f"{reduction} and norm {quantisation}": (
-            reduced_norm(reduction, quantisation),
+            partial(reduced_norm, reduction, quantisation),
             [(f"{op}_norm", (*notes, OPERANDS + "fp8_block128"))],
         )
         for reduction, op in (("scatter", SCATTER), ("all", REDUCE))
-        for quantisation, notes in (
-            ("", ()),
-            ("fp8", ("its rows leave as fp8",)),
-            ("fp8_static", ("its rows leave as fp8 by a scale that is an input",)),
-        )
+        for quantisation, notes in QUANTISATIONS.items()
     },
     "biases and norm": (biased_and_normed, both("mxfp8", f"{REDUCE}_norm")),
-    "mxfp8, scattered": (scattered_mxfp8, both("mxfp8", SCATTER)),
     "nvfp4, scattered": (nvfp4_scattered, both("nvfp4", SCATTER)),
     "rows of cutlass": (
-        rows_of_cutlass,
-        [(ROWWISE, ()), (ROWWISE, ("scales, which travel with the rows",))],
+        rows_of_cutlass, [(ROWWISE, ()), (ROWWISE, ("scales, which travel with the rows",))],
     ),
-}
+}  # fmt: skip
 if hasattr(F, "scaled_mm"):
     CASES |= {
         "mxfp4 of torchao": (mxfp4_of_torchao, both("mxfp4")),
@@ -452,37 +387,19 @@ def test_graphs_of_torchao_and_vllm(codegen: str, names: tuple[str, ...]) -> Non
 
 def scales_of_all(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
     """Scales of all ranks come without a gather."""
-    whole = torch.cat([s] * dist.get_world_size())
-    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
-
-
-def other_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    """These scales belong to other rows."""
-    whole = of_vllm(s).flip(0)
-    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+    return group_product(of_vllm(q), torch.cat([s] * dist.get_world_size()), w, w_scales)
 
 
 def in_another_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
     """These scales belong to other rows, by ops that only move numbers."""
     first, *others = of_vllm(s).chunk(dist.get_world_size())
-    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-    whole = torch.cat([*others, first])
-    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
-
-
-def quantized_after(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
-    whole = of_vllm(q.bfloat16())
-    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-    return op(*quantized_groups(whole)[:1], w, of_vllm(s), w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+    return group_product(of_vllm(q), torch.cat([*others, first]), w, w_scales)
 
 
 def scales_for_more(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
     """Another op also reads the gathered scales, so their gather stays beside the fused one."""
     whole = of_vllm(s)
-    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
-    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16), whole * 2
+    return group_product(of_vllm(q), whole, w, w_scales), whole * 2
 
 
 def other_numbers(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
@@ -493,10 +410,8 @@ def other_numbers(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
 NOT_GATHERED = "its scales are not gathered as the rows are"
 LEFT: dict[Callable[..., Any], tuple[str, int]] = {
     scales_of_all: (NOT_GATHERED, 0),
-    other_order: (NOT_GATHERED, 0),
     in_another_order: (NOT_GATHERED, 0),
     other_numbers: ("the gathered bytes are read as another dtype", 0),
-    quantized_after: ("no matmul reads the gathered tensor", 0),
     scales_for_more: ("the gathered tensor has the scales of a matmul", 1),
 }
 

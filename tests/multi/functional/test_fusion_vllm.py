@@ -25,14 +25,6 @@ def room(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=FP8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
-def by_ops(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    h, residual = product(x), residual.clone()
-    torch.ops._C.fused_add_rms_norm(h, residual, gain, EPS)
-    fp8, scale = room(h)
-    torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, h, scale, None)
-    return (fp8, scale), residual
-
-
 def by_one_op(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     """After the second norm nothing reads the residual."""
     h, residual = product(x), residual.clone()
@@ -41,11 +33,6 @@ def by_one_op(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     again = product(x.cos())
     torch.ops._C.fused_add_rms_norm(again, residual, gain, EPS)
     return (fp8, scale), again
-
-
-def by_ir(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    h, residual = torch.ops.vllm_ir.fused_add_rms_norm(product(x), residual, gain, EPS)
-    return h, residual, torch.ops.vllm_ir.rms_norm(product(x.cos()), gain, EPS)
 
 
 def in_shards(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
@@ -146,9 +133,7 @@ LEFT = (
     "before the rows"
 )
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] = {
-    "ops": (by_ops, [(NORM, (TAKEN,))]),
     "one op": (by_one_op, [(NORM, (TAKEN,)), (NORM, ())]),
-    "IR": (by_ir, [(NORM, ()), (NORM, ())]),
     "shards": (in_shards, [("matmul_reduce_scatter_norm", ()), ("all_gather_matmul", ())]),
     "shards of fp8": (
         in_shards_of_fp8,

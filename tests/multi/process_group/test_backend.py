@@ -324,7 +324,7 @@ def test_a_mode_on_one_rank() -> None:
     assert found == [[0.0, 1.0], [0.0, 1.0], [2.0], [1.0 - rank]]
 
 
-# -- functional ops, compilation, profiler ----------------------------------------------------
+# -- functional ops, compilation ----------------------------------------------------
 
 
 @ranks(2, backend="interlace")
@@ -414,16 +414,6 @@ def test_compiled_with_an_async_collective() -> None:
     torch._dynamo.reset()
     made = torch.compile(function, backend="aot_eager")(own())
     assert made.tolist() == [8.0 + dist.get_rank()] * 2
-
-
-@ranks(2, backend="interlace")
-def test_profiler_shows_collectives() -> None:
-    with torch.profiler.profile() as profiler:
-        dist.all_reduce(own())
-        dist.barrier()
-    found = [event.name for event in profiler.events() if event.name.startswith("interlace:")]
-    said = [f"{op}{more}" for op in ("all_reduce", "barrier") for more in (" on 0-1", ":message")]
-    assert found == [f"interlace:{each}" for each in said]
 
 
 @ranks(2, backend="interlace")

@@ -64,20 +64,6 @@ def ddp(**options: Any) -> None:
     check(parallel.module.named_parameters(), trained())
 
 
-def ddp_with_unused() -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = model(), nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
-    parallel = nn.parallel.DistributedDataParallel(Partly(), find_unused_parameters=True)
-    train(parallel, sgd(parallel))
-    check(parallel.module.used.named_parameters(), trained())
-
-
 def ddp_with_hook() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -155,33 +141,6 @@ def dtensor() -> None:
     torch.testing.assert_close(left.grad.full_tensor(), expected)
 
 
-def tensor_parallel() -> None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    for sequence in (False, True):
-        whole, reference = batch(), model()
-        layout = Shard(0) if sequence else Replicate()
-        plan = {
-            "0": ColwiseParallel(input_layouts=layout),
-            "2": RowwiseParallel(output_layouts=layout),
-        }
-        parallel = parallelize_module(model(), cpu_mesh(), plan)
-        output = parallel(mine() if sequence else whole)
-        expected = reference(whole)
-        torch.testing.assert_close(
-            output, expected.chunk(WORLD_SIZE)[dist.get_rank()] if sequence else expected
-        )
-        output.square().sum().backward()
-        expected.square().sum().backward()
-        for value, other in zip(parallel.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(value.grad.full_tensor(), other.grad)
-
-
 def compiled_ddp() -> None:
     parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model()))
     torch._dynamo.reset()
@@ -192,9 +151,7 @@ def compiled_ddp() -> None:
 
 CASES: dict[str, Callable[..., None]] = {
     "DDP": ddp,
-    "DDP, buckets as gradients": lambda: ddp(gradient_as_bucket_view=True),
-    "DDP, static graph": lambda: ddp(static_graph=True),
-    "DDP, unused parameters": ddp_with_unused,
+    "DDP, static graph": lambda: ddp(static_graph=True, gradient_as_bucket_view=True),
     "DDP, communication hook": ddp_with_hook,
     "DDP, compiled": compiled_ddp,
     "ZeRO optimizer": zero_optimizer,
@@ -202,7 +159,6 @@ CASES: dict[str, Callable[..., None]] = {
     "FSDP2": fsdp2,
     "FSDP2, gradient divide factor": fsdp2_divide_factor,
     "DTensor": dtensor,
-    "tensor parallel": tensor_parallel,
 }
 
 

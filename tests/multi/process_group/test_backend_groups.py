@@ -25,15 +25,6 @@ from tiers import few, thorough
 ROOT = Path(__file__).parents[3]
 
 
-@ranks(2, backend="interlace")
-def test_64_groups_at_once() -> None:
-    groups = [dist.new_group() for _ in range(64)]
-    x = torch.ones(1)
-    for group in groups:
-        dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
-    assert float(x) == 1.0 and len({group.group_name for group in groups}) == 64
-
-
 @ranks(4, backend="interlace")
 def test_meshes_and_subgroups() -> None:
     from torch.distributed.device_mesh import init_device_mesh

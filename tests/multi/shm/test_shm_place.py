@@ -236,15 +236,6 @@ def test_foreign_file_is_rejected() -> None:
         os.close(descriptor)
 
 
-def test_sealed_segment_cannot_shrink() -> None:
-    descriptor = create_segment(OTHER)
-    try:
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
-
-
 @ranks(3)
 def test_one_name_again_and_again() -> None:
     place = of_rank()
@@ -267,14 +258,10 @@ def test_stale_nonce_in_the_store() -> None:
     """Nobody can join the data of a crashed generation, and nobody hangs."""
     store = HashStore()
     store.set("interlace/crashed/0/nonce", NONCE.hex())
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 1: ranks \[0\] have not joined"):
+    said = r"rank 1: ranks \[0\] have not joined"
+    with pytest.raises(CollectiveTimeoutError, match=said) as caught:
         HostGroup(StoreMeeting(store), 1, 2, timeout=0.2, prefix="interlace/crashed/0")
-
-
-def test_late_rank_is_named() -> None:
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        HostGroup(StoreMeeting(HashStore()), 0, 3, timeout=0.2, prefix="interlace/late/0")
-    assert caught.value.waited_for == (1, 2)
+    assert caught.value.waited_for == (0,)
 
 
 # -- failing ---------------------------------------------------------------------------------------

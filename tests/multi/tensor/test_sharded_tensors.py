@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor._collective_utils as torch_utils
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -160,9 +159,6 @@ def test_functional_collectives_take_placeholders_from_receivers() -> None:
         functional.wait(functional.broadcast(given, 1))  # which has none
 
 
-# -- collectives of meshes, as torch's --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("columns", [4, 5])
 @ranks()
 def test_gradients_of_shards_along_another_dimension(columns: int) -> None:
@@ -177,34 +173,3 @@ def test_gradients_of_shards_along_another_dimension(columns: int) -> None:
         made = tensor.shard_dim_alltoall(mine, 0, 1, mesh, 0, async_op=async_op)
         (made.square().sum() * (2 + rank)).backward()
         assert torch.equal(mine.grad, parts[rank].grad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("backend", ["interlace", "gloo"])
-@ranks(4)
-def test_beside_torchs_functions(backend: str) -> None:
-    rank = interlace.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for dim in (0, 1):
-        for source in (0, 1):
-            check_scatter_and_broadcast(mesh, dim, source)
-        for gather_dim, shard_dim in ((0, 1), (1, 0), (0, 2), (2, 1)):
-            x = payload(rank, 30, (2, 3, 5))
-            mine = tensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
-            theirs = torch_utils.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
-            assert mine.stride() == theirs.stride() and torch.equal(mine, theirs)
-    tensor.check_tensor_meta(torch.ones(2 + rank // 2), True, group=mesh.get_group(1))
-
-
-def check_scatter_and_broadcast(mesh: DeviceMesh, dim: int, source: int) -> None:
-    rank = interlace.get_rank()
-    whole = [payload(rank, 10 * dim + r, (2, 3)) for r in range(2)]
-    found = []
-    for kind in (tensor, torch_utils):
-        part, sent = torch.empty(2, 3), payload(rank, 7, (2,))
-        first = kind.mesh_scatter(part, whole, mesh, dim, True, group_src=source)
-        second = kind.mesh_broadcast(sent, mesh, dim, True, group_src=source)
-        first.wait()
-        second.wait()
-        found.append((part, sent))
-    for mine, theirs in zip(*found, strict=True):
-        assert torch.equal(mine, theirs), (dim, source)
