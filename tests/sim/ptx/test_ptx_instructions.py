@@ -5,18 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import interlace
-from sim.ptx.ptx_texts import computed, kernel
+from sim.ptx.ptx_texts import computed, kernel, octets
 
 LANES = np.arange(32)
 NUMBERS = (LANES * 2654435761 % 2**32).astype(np.uint32)
 LOAD, STORE = "ld.global.b32 %r2, [%rd2];", "st.global.b32 [%rd1], %r3;"
 
 
-def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
-    return [int(each) for each in computed(LOAD + body + STORE, given, **options)[:, 0]]
+def one(body: str, given: Any = NUMBERS) -> list[int]:
+    return [int(each) for each in computed(LOAD + body + STORE, given)[:, 0]]
 
 
 # -- matrices --------------------------------------------------------------------------------------
@@ -24,24 +23,9 @@ def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
 G, T = LANES // 4, LANES % 4  # as the PTX ISA names them
 
 
-DTYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "tf32": torch.float32,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "s8": torch.int8,
-    "u8": torch.uint8,
-    "f32": torch.float32,
-    "s32": torch.int32,
-}
-
-
 def words(matrix: Any, name: str) -> Any:
     """(rows, registers) of what lies next to each other in a row."""
-    return (
-        torch.from_numpy(matrix).to(DTYPES[name]).contiguous().view(torch.uint8).numpy().view("u4")
-    )
+    return octets(matrix, name).view("u4")
 
 
 @pytest.mark.parametrize(
