@@ -22,7 +22,7 @@ PROGRAMS = texts_beside(__file__)
 CASE = "broadcast, low_latency, 2 ranks"
 
 
-def said(*command: str | Path, code: int = 0, **variables: str) -> str:
+def output_of(*command: str | Path, code: int = 0, **variables: str) -> str:
     """Return what a program of Python prints; it must end with ``code``."""
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=WITH_PATHS | variables
@@ -32,7 +32,7 @@ def said(*command: str | Path, code: int = 0, **variables: str) -> str:
 
 
 def run(cache: Path, packed: Path) -> str:
-    return said(SCRIPT, "--out", packed, "--only", CASE, TRITON_CACHE_DIR=str(cache))
+    return output_of(SCRIPT, "--out", packed, "--only", CASE, TRITON_CACHE_DIR=str(cache))
 
 
 @thorough
@@ -62,12 +62,12 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
 @thorough
 def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
-    printed = said(SCRIPT, "--dry-run")
+    printed = output_of(SCRIPT, "--dry-run")
     assert "!!" not in printed and " 0 kernels compiled" in printed
 
 
 def test_every_step_has_cases() -> None:
-    titles = said("-c", PROGRAMS["steps"])
+    titles = output_of("-c", PROGRAMS["steps"])
     parts = re.findall(r"--part ([\w-]+)", (ROOT / "benchmarks" / "gpu_call.sh").read_text())
     assert len(parts) > 5
     for title in (*parts, "ops", "tests", "host-cost", "probe", "2 ranks", "7 ranks"):
@@ -76,7 +76,7 @@ def test_every_step_has_cases() -> None:
 
 @thorough
 def test_a_case_that_launches_something_else_is_told() -> None:
-    assert "has not launched all_reduce_kernel" in said("-c", PROGRAMS["wrong case"], code=1)
+    assert "has not launched all_reduce_kernel" in output_of("-c", PROGRAMS["wrong case"], code=1)
 
 
 def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
@@ -90,7 +90,7 @@ def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
 def keys(whose: str) -> list[tuple[dict[str, str], list[str]]]:
     """Return the keys of two processes; one of them asks for them in the other order."""
     found: list[tuple[dict[str, str], list[str]]] = json.loads(
-        said("-c", PROGRAMS["cache keys"], whose)
+        output_of("-c", PROGRAMS["cache keys"], whose)
     )
     return found
 

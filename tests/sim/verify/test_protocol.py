@@ -35,7 +35,6 @@ from interlace_verify.protocols.patterns import (
     explore_pattern,
     flag_barrier,
     giving_up,
-    peers_of,
     pull,
     push,
     push_after_pull,
@@ -319,20 +318,6 @@ def epoch_never_advances(process: Process) -> Iterable[ProtocolStep]:
             yield replace(step, value=1) if isinstance(step, Publish | Wait) else step
 
 
-def waits_for_another(kind: str) -> Rule:
-    """For the slot or the credit of the next peer instead of the one that it means."""
-    name = slot if kind == "slot" else credit
-
-    def rule(process: Process) -> Iterable[ProtocolStep]:
-        rank, ranks = int(process.name.split()[1]), 3
-        peers = peers_of(rank, ranks)
-        nexts = {name(rank, peer): name(rank, peers[i - 1]) for i, peer in enumerate(peers)}
-        for step in process.steps:
-            yield replace(step, word=nexts[step.word]) if waits(step, kind) else step
-
-    return rule
-
-
 def too_early(moved: str, before: type[ProtocolStep]) -> Rule:
     """Publishes of such words come before the end of the access that they come right after."""
 
@@ -456,8 +441,6 @@ FAULTS: list[tuple[Protocol, str, Rule, str, str]] = [
     (PUSH, "no credit", no_wait("credit"), "violation", "is reading"),
     (PUSH, "epoch never advances", epoch_never_advances, "violation", "is reading"),
     (PUSH, "waits for the last epoch", last_epoch, "violation", "read"),
-    (PUSH, "waits for another slot", waits_for_another("slot"), "violation", "read"),
-    (PUSH, "waits for another credit", waits_for_another("credit"), "violation", "is reading"),
     (PUSH, "slot out of place", out_of_place, "deadlock", slot(2, 1)),
     (PUSH, "one slot for two sources", same_slot, "violation", "read"),
     (PUSH, "rank 0 skips rank 1", no_publish(slot(1, 0)), "deadlock", slot(1, 0)),
