@@ -21,7 +21,6 @@ from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.places.sim.scheduler.strategies import (
     Priority,
     Random,
-    Replay,
     Task,
     for_seed,
 )
@@ -380,13 +379,6 @@ def test_priority_stays_until_it_changes() -> None:
         assert task is not None
         chosen.append(task.name)
     assert len(set(chosen)) == 2 and chosen == sorted(chosen, key=chosen.index)
-
-
-def test_replay_goes_on_after_its_end() -> None:
-    all_tasks = tasks(2)
-    strategy = Replay([])
-    first = strategy.choose(all_tasks)
-    assert first is not None and strategy.choose(all_tasks) is first
 
 
 # -- check, for tests ------------------------------------------------------------------------------------
