@@ -168,6 +168,11 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     assert len(result.deadlocks[0].steps) == 4
 
 
+def test_a_violation_of_the_first_step_is_found() -> None:
+    (found,) = explore(protocol_of(read(["a"], "x"))).violations
+    assert (found.text, len(found.steps)) == ("rank 0 reads nothing in a instead of x", 1)
+
+
 def test_reads_may_overlap_and_writes_may_not() -> None:
     assert explore(protocol_of(read(["a"], EMPTY), read(["a", "b"], EMPTY))).clean
     assert len(explore(protocol_of(write(["a"], "x"), write(["b", "a"], "x"))).violations) == 2
