@@ -9,14 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def publish_kernel(data_ptr, slot_ptr, epoch, BLOCK: tl.constexpr):
-    """Law 1: the barrier is missing."""
-    offsets = tl.arange(0, BLOCK)
-    tl.store(data_ptr + offsets, offsets)
-    tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")  # faulty: release without barrier
-
-
-@triton.jit
 def _signal(slot_ptr, epoch):
     tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")  # faulty: inlined
 
@@ -195,21 +187,6 @@ def unrolled_kernel(input_ptr, output_ptr, slots_ptr, rank, WORLD_SIZE: tl.const
                 pass
         part = source * BLOCK + offsets
         tl.store(output_ptr + part, tl.load(input_ptr + part))
-
-
-@triton.jit
-def matmul_kernel(input_ptr, weight_ptr, output_ptr, slots_ptr, epoch, M, N, K,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr):  # fmt: skip
-    """Right; how much shared memory it needs is a matter of stages."""
-    a = tl.make_tensor_descriptor(input_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    b = tl.make_tensor_descriptor(weight_ptr, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        acc = tl.dot(a.load([tl.program_id(0) * BLOCK_M, k]), b.load([k, 0]), acc)
-    tl.store(output_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
 
 
 @triton.jit

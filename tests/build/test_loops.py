@@ -1,15 +1,10 @@
-"""Counts of one round of each loop: on text of which the counts are known, and on kernels.
-
-Every count has a text or a kernel that differs in that one thing and must count otherwise.
-"""
+"""Counts of one round of each loop: on text of which the counts are known, and on kernels."""
 
 import pathlib
 import re
 from dataclasses import replace
 
 import pytest
-import triton
-import triton.language as tl
 
 from interlace.kernels.transfer import IN_FLIGHT_BYTES
 from interlace.runtime.compiler.lint.sass import Loop, loops
@@ -23,7 +18,7 @@ from interlace.tools.catalogue.catalogue import (
     matmul_reduce_scatter,
 )
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant, heads_kernels
-from interlace_verify.lint_check.check import LintRequest, lint_many
+from mutants.mutant_checks import built_beside
 from mutants.mutations import Edit, Mutant, importable
 
 HEAD = "MOV R1, c[0x0][0x28]"
@@ -151,78 +146,6 @@ def test_a_far_jump_of_old_chips_does_not_return(target: str, instructions: list
     assert [loop.instructions for loop in loops(text)] == instructions
 
 
-@triton.jit
-def add_up_kernel(from_ptr, to_ptr, rounds, SOURCES: tl.constexpr, BARRIERS: tl.constexpr):
-    """16 bytes of each source per thread and round; without a barrier rounds would be unrolled."""
-    from_ptr += tl.arange(0, 512)
-    total = tl.zeros((512,), tl.float32)
-    for number in range(rounds):
-        for source in tl.static_range(SOURCES):
-            total += tl.load(from_ptr + (number * SOURCES + source) * 512)
-        for _ in tl.static_range(BARRIERS):
-            tl.debug_barrier()
-    tl.store(to_ptr + tl.arange(0, 512), total)
-
-
-@triton.jit
-def descriptors_kernel(a_ptr, b_ptr, c_ptr, chunks, M, N, K, ONCE: tl.constexpr):
-    """Multiply 128 x 128 numbers per chunk, with a tensor map of a for all chunks or for each chunk."""
-    if ONCE:
-        a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [128, 64])
-        b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
-    rows = tl.arange(0, 128)
-    for chunk in range(chunks):
-        if not ONCE:
-            a = tl.make_tensor_descriptor(a_ptr + chunk * 128 * K, [M, K], [K, 1], [128, 64])
-            b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [64, 128])
-        acc = tl.zeros((128, 128), tl.float32)
-        for k in range(0, K, 64):
-            acc = tl.dot(a.load([chunk * 128, k]), b.load([k, 0]), acc)
-        to_ptr = c_ptr + (chunk * 128 + rows)[:, None] * N + rows[None, :]
-        tl.store(to_ptr, acc.to(tl.bfloat16))
-
-
-ADD_UP = {"from_ptr": "*fp32", "to_ptr": "*fp32", "rounds": "i32"}
-PRODUCTS = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "chunks": "i32"}
-PRODUCTS |= dict.fromkeys("MNK", "i32")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("arch", (80, 90, 100))
-def test_kernels(arch: int) -> None:
-    adds = (1, 3)
-    requests = [
-        LintRequest(
-            add_up_kernel,
-            ADD_UP,
-            {"SOURCES": sources, "BARRIERS": sources},
-            arch,
-            divisible=("from_ptr", "to_ptr"),
-        )
-        for sources in adds
-    ]
-    made = [
-        LintRequest(
-            descriptors_kernel, PRODUCTS, {"ONCE": once}, arch, divisible=("a_ptr", "b_ptr", *"NK")
-        )
-        for once in (True, False)
-        if arch >= 90
-    ]
-    reports = lint_many([*requests, *made])
-    for sources, report in zip(adds, reports, strict=False):
-        (loop,) = [loop for loop in report.loops if loop.depth]
-        assert (loop.loads_in_flight, loop.loaded_bytes) == (sources, 16 * sources), report
-        assert loop.barriers == sources, report
-    for request, report in zip(made, reports[len(adds) :], strict=True):
-        by_depth = [0, 0, 0, 0]
-        for loop in report.loops:
-            by_depth[loop.depth] += loop.tensor_maps
-        assert by_depth == ([2, 0, 0, 0] if request.constexprs["ONCE"] else [1, 1, 0, 0])
-        products = [loop for loop in report.loops if loop.depth == 2 and loop.loads_in_flight]
-        assert [loop.loads_in_flight for loop in products] == [2]
-        assert [loop.wgmma_waits for loop in products] == [1 if request.arch == 90 else 0]
-
-
 PACKED = ("fp8_block128", "mxfp8", "nvfp4")  # the other formats have values of the same kinds
 MAKERS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul)
 
@@ -259,23 +182,16 @@ def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) ->
         "node_sums stores",
     )
     shipped = [entry for entry in entries(arch) if entry.name in chosen]
-    ONE_BY_ONE.write(tmp_path)
-    mutants = [
-        replace(entry, module=entry.module.replace("interlace.kernels", ONE_BY_ONE.package))
-        for entry in shipped
-    ]
-    with importable(tmp_path):
-        reports = build([*shipped, *mutants])
-    in_flight = []
-    for report in reports:
-        # Loads of whole blocks have 16 bytes each; at the edge they have an element.
-        sums = [loop for loop in report.loops if " in sum_contributions" in loop.where]
-        whole = [loop for loop in sums if loop.loaded_bytes == 16 * loop.loads_in_flight > 0]
-        in_flight.append(min(loop.loads_in_flight for loop in whole))
     # A program of the last two has tiles of 128 columns on 8.0, and elsewhere of 256.
     few_columns = 2 if arch == 80 else 1
-    assert in_flight[: len(shipped)] == [8, 16, *[8 // few_columns] * 2], reports
-    assert in_flight[len(shipped) :] == [2, 4, *[2 // few_columns] * 2], reports
+    for at_once, reports in zip((4, 1), built_beside(ONE_BY_ONE, shipped, tmp_path), strict=True):
+        in_flight = []
+        for report in reports:
+            # Loads of whole blocks have 16 bytes each; at the edge they have an element.
+            sums = [loop for loop in report.loops if " in sum_contributions" in loop.where]
+            whole = [loop for loop in sums if loop.loaded_bytes == 16 * loop.loads_in_flight > 0]
+            in_flight.append(min(loop.loads_in_flight for loop in whole))
+        assert in_flight == [at_once * n for n in (2, 4, *[2 // few_columns] * 2)], reports
 
 
 @pytest.mark.thorough
@@ -337,11 +253,8 @@ def fewest(report: BuildReport, where: str) -> int:
 @pytest.mark.thorough
 def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pathlib.Path) -> None:
     (shipped,) = [each for each in entries(90) if each.name == "attention bf16 head 128"]
-    MASKED.write(tmp_path)
-    module = shipped.module.replace("interlace.kernels", MASKED.package)
-    with importable(tmp_path):
-        reports = build([shipped, replace(shipped, module=module)])
-    counts = [fewest(report, "attend_run") for report in reports]
+    reports = built_beside(MASKED, [shipped], tmp_path)
+    counts = [fewest(report, "attend_run") for (report,) in reports]
     tiles = int(shipped.fixed["BLOCK_N"]) // 64
     assert counts[0] <= 330 * tiles < counts[1], counts
 

@@ -23,10 +23,10 @@ from cases.builds import compiled
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.build import BuildReport
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, between_nodes, linked_entries
 from mutants.mutations import importable
-from tiers import few, thorough
+from tiers import thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
@@ -101,22 +101,6 @@ def test_a_symbol_that_is_left_over_fails_the_build(tmp_path: pathlib.Path) -> N
     for report in reports:
         (problem,) = report.problems()
         assert problem.startswith("does not compile: ") and "nresolved" in problem, problem
-
-
-@thorough
-def test_a_function_that_the_library_lacks_fails_the_build(tmp_path: pathlib.Path) -> None:
-    reports, _ = built([replace(MISSING, libraries=library(90))], tmp_path)
-    assert "does not compile" in reports[0].problems()[0]
-
-
-@pytest.mark.parametrize(
-    ("kernels", "arch"), few([("move_", 90), *(("", arch) for arch in ARCHES)], ("move_", 90))
-)
-def test_kernels_without_a_library_are_clean(kernels: str, arch: int) -> None:
-    entries = [entry for entry in between_nodes(arch) if entry.kernel.startswith(kernels)]
-    assert entries
-    for report in build(entries):
-        assert report.problems() == [], report.name
 
 
 # -- finding the library -------------------------------------------------------------------------------

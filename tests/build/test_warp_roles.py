@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases.builds import compiled
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.sass import Loop
 from interlace.runtime.compiler.request import Entry
@@ -72,14 +73,9 @@ def waits_before(ptx: str, how: str) -> bool:
     return any(program.flow.before(wait, move) for wait in waits for move in moves)
 
 
-def compiled(entry: Entry, stem: pathlib.Path) -> tuple[BuildReport, str]:
-    (report,) = build([entry], artifacts=[str(stem)])
-    return report, stem.with_suffix(".ptx").read_text() if report.error is None else ""
-
-
 @pytest.mark.parametrize("op", few(ENTRIES, "all_gather_matmul"))
 def test_it_is_clean_and_waits_before_it_moves(op: str, tmp_path: pathlib.Path) -> None:
-    report, ptx = compiled(ENTRIES[op], tmp_path / "kernel")
+    (report,), (ptx,) = compiled([ENTRIES[op]], tmp_path)
     assert report.problems() == [] and report.tensor_cores == 4
     assert waits_before(ptx, AFTER_A_WAIT[op])
 
@@ -88,7 +84,7 @@ def test_it_is_clean_and_waits_before_it_moves(op: str, tmp_path: pathlib.Path) 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_found(name: str, tmp_path: pathlib.Path) -> None:
     op, pattern, text, rules = MUTANTS[name]
-    report, ptx = compiled(mutant(op, tmp_path, pattern, text), tmp_path / "kernel")
+    (report,), (ptx,) = compiled([mutant(op, tmp_path, pattern, text)], tmp_path)
     assert report.error is None
     assert {fault.rule for fault in report.faults} == rules
     assert bool(rules) == waits_before(ptx, AFTER_A_WAIT[op])

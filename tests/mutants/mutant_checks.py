@@ -4,13 +4,13 @@ import os
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from interlace.tools.catalogue.build import build
-from interlace.tools.catalogue.catalogue import entries
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import Entry, entries
 from interlace.tools.targets import TARGETS
 from interlace.verify import Fault, lint_many, races, schedules
 from interlace_verify.lint_check.check import lint_request
@@ -58,6 +58,20 @@ def _run(fn: Callable[[], Any], check: str, world_size: int, effort: int) -> lis
     return []
 
 
+def built_beside(
+    mutant: Mutant, shipped: Sequence[Entry], folder: pathlib.Path
+) -> tuple[list[BuildReport], list[BuildReport]]:
+    """Return the reports of these kernels as they are, and with the fault."""
+    mutant.write(folder)
+    with importable(folder):
+        reports = build([*shipped, *(_of(mutant, each) for each in shipped)])
+    return reports[: len(shipped)], reports[len(shipped) :]
+
+
+def _of(mutant: Mutant, entry: Entry) -> Entry:
+    return replace(entry, module=entry.module.replace("interlace.kernels", mutant.package))
+
+
 def _lint(case: Case, folder: pathlib.Path) -> list[str]:
     """Return the problems of ``case.kernel``, or of the first catalogue entries of the op."""
     case.mutant.write(folder)
@@ -66,8 +80,7 @@ def _lint(case: Case, folder: pathlib.Path) -> list[str]:
     chosen = []
     for kernel in kernels:
         entry = next(entry for entry in entries(ARCH) if entry.kernel == kernel)
-        module = entry.module.replace("interlace.kernels", case.mutant.package)
-        chosen.append(replace(entry, module=module))
+        chosen.append(_of(case.mutant, entry))
     # the cache goes by the text of a kernel: it would give it the lines of another mutant's files
     own_cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
     with importable(folder), own_cache:

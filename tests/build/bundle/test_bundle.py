@@ -109,18 +109,6 @@ def test_control_a_false_manifest_is_seen(
     assert len(differences(facts, path / facts["cubin"]["file"])) == 1
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul"])
-@pytest.mark.parametrize("arch", few(["80", "90", "100"], "90"))
-def test_descriptors_have_scratch(op: str, arch: str, bundles: dict[str, pathlib.Path]) -> None:
-    facts = manifest_of(bundles[op])["arches"][arch]["kernels"]["all_gather_matmul_kernel"]
-    descriptors = arch != "80"
-    assert bool(facts["constants"]["DESCRIPTORS"]) == descriptors
-    assert bool(facts["scratch"]["bytes_per_program"]) == descriptors
-    (scratch,) = (a for a in facts["arguments"] if a["name"] == "global_scratch")
-    assert scratch["used"] == descriptors and scratch["from"] == "loader"
-    assert ("input_stride >= K" in facts["conditions"]) == descriptors
-
-
 @thorough
 @pytest.mark.parametrize("arch", ["80"])
 @pytest.mark.parametrize(("op", "inner"), [("all_gather_matmul", 16), ("matmul_all_reduce", 1)])

@@ -17,18 +17,22 @@ from tiers import thorough
 ROOT = Path(__file__).parents[3]
 COMMAND = "make gpu-cache PYTHON=python3.12"  # as docs/how-to/gpu/first-run.md has it
 WITH_PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])}
+SCRIPT = ROOT / "benchmarks" / "gpu_cache.py"
+PROGRAMS = texts_beside(__file__)
 CASE = "broadcast, low_latency, 2 ranks"
 
 
-def run(cache: Path, packed: Path, case: str = CASE) -> str:
+def output_of(*command: str | Path, code: int = 0, **variables: str) -> str:
+    """Return what a program of Python prints; it must end with ``code``."""
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--out", packed, "--only", case],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
+        [sys.executable, *command], capture_output=True, text=True, env=WITH_PATHS | variables
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout
+
+
+def run(cache: Path, packed: Path) -> str:
+    return output_of(SCRIPT, "--out", packed, "--only", CASE, TRITON_CACHE_DIR=str(cache))
 
 
 @thorough
@@ -47,8 +51,8 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
     (kernel,) = cache.glob("*/low_latency_broadcast_kernel.cubin")
     shutil.rmtree(kernel.parent)
-    said = run(cache, tmp_path / "again.tgz")
-    assert "compiled low_latency_broadcast_kernel" in said and " 1 kernels compiled" in said
+    again = run(cache, tmp_path / "again.tgz")
+    assert "compiled low_latency_broadcast_kernel" in again and " 1 kernels compiled" in again
 
     # groups name their files by absolute paths, which differ in each folder
     unpacked(tmp_path / "elsewhere")
@@ -58,44 +62,21 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
 
 @thorough
 def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "!!" not in done.stdout and " 0 kernels compiled" in done.stdout
+    printed = output_of(SCRIPT, "--dry-run")
+    assert "!!" not in printed and " 0 kernels compiled" in printed
 
 
 def test_every_step_has_cases() -> None:
-    script = (
-        "import os; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
-        "print(*(job.title for jobs in gpu_cache.STEPS for job in jobs()), sep='\\n')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=WITH_PATHS
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    titles = output_of("-c", PROGRAMS["steps"])
     parts = re.findall(r"--part ([\w-]+)", (ROOT / "benchmarks" / "gpu_call.sh").read_text())
     assert len(parts) > 5
     for title in (*parts, "ops", "tests", "host-cost", "probe", "2 ranks", "7 ranks"):
-        assert title in done.stdout, title
+        assert title in titles, title
 
 
 @thorough
 def test_a_case_that_launches_something_else_is_told() -> None:
-    script = (
-        "import os, sys; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
-        "from interlace.cli.commands import check as cases\n"
-        "kernel = ('all_reduce_kernel',)\n"
-        "case = cases.DenseCase('all_gather', 'copy', 2, (64,), 'fp32', kernel,\n"
-        "    arguments={'algorithm': 'copy'})\n"
-        "cases.cases = lambda device: [case]\n"
-        "sys.argv = ['gpu_cache.py', '--dry-run', '--only', 'all_gather, copy']\n"
-        "sys.exit(gpu_cache.main())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=WITH_PATHS
-    )
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "has not launched all_reduce_kernel" in done.stdout
+    assert "has not launched all_reduce_kernel" in output_of("-c", PROGRAMS["wrong case"], code=1)
 
 
 def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
@@ -106,15 +87,11 @@ def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
     assert ".venv-2.11/bin/python benchmarks/gpu_cache.py" in done.stdout
 
 
-PROGRAM = texts_beside(__file__)["cache keys"]
-
-
 def keys(whose: str) -> list[tuple[dict[str, str], list[str]]]:
     """Return the keys of two processes; one of them asks for them in the other order."""
-    command = [sys.executable, "-c", PROGRAM, whose]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[tuple[dict[str, str], list[str]]] = json.loads(done.stdout)
+    found: list[tuple[dict[str, str], list[str]]] = json.loads(
+        output_of("-c", PROGRAMS["cache keys"], whose)
+    )
     return found
 
 

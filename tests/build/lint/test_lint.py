@@ -89,7 +89,7 @@ CASES: dict[str, tuple[LintRequest, set[str]]] = {
      "rank": "i32"}, constexprs={"WORLD_SIZE": 3, "BLOCK": 256}), set()),
     "spills": (request("spilling_kernel", {"input_ptr": "*fp32", "output_ptr": "*fp32"},
      constexprs={"BLOCK": 8192}, num_warps=1), {"spills"}),
-    "shared memory": (request("matmul_kernel", MATMUL, constexprs=TILES, divisible=ALIGNED, num_stages=8),
+    "shared memory": (matmul("flattened_kernel", ignore=["unfenced descriptor load"], num_stages=8),
      {"shared memory"}),
     "refused": (request("refused_kernel", {"data_ptr": "*i32"}), {"does not compile"}),
     "kept by ptxas": (request("window_kernel", WINDOW, constexprs={"SOURCES": 1, "BLOCK": 1024}), set()),
@@ -361,7 +361,7 @@ def test_no_worker_outlives_a_call_that_fails() -> None:
     before = children()
     requests = [
         Compilation(
-            "private_mutants", "publish_kernel", str(MUTANTS), 90, STORE | {}, {"BLOCK": block}
+            "private_mutants", "helper_kernel", str(MUTANTS), 90, STORE | {}, {"BLOCK": block}
         )
         for block in (1024, 2048, 512)
     ]

@@ -6,49 +6,8 @@ import triton.language as tl
 import triton_dist
 import triton_dist.language as dl
 from triton_dist.language.extra import libshmem_device
-from triton_dist.language.extra.cuda.language_extra import (
-    __ballot_sync,
-    __fence,
-    __shfl_down_sync_i32,
-    __shfl_sync_i32,
-    __shfl_up_sync_i32,
-    __shfl_xor_sync_i32,
-    __syncthreads,
-    arrive_inc,
-    atomic_add_per_warp,
-    globaltimer,
-    globaltimer_hi,
-    globaltimer_lo,
-    laneid,
-    ld,
-    ld_acquire,
-    ld_b32,
-    load_v2_b64,
-    load_v4_b32,
-    load_v4_s32,
-    load_v4_u32,
-    membar,
-    multimem_ld_reduce_p_v4,
-    multimem_ld_reduce_v4,
-    multimem_st_b32,
-    multimem_st_b64,
-    multimem_st_p_b32,
-    multimem_st_v2,
-    multimem_st_v4,
-    ntid,
-    num_threads,
-    num_warps,
-    pack_b32_v2,
-    smid,
-    st,
-    st_b32,
-    st_v2_u32,
-    st_v4_b32,
-    st_v4_u32,
-    threads_per_warp,
-    tid,
-    wait_eq,
-)
+from triton_dist.language.extra.cuda import language_extra as extra
+from triton_dist.language.extra.cuda.language_extra import laneid, st, tid
 from triton_dist.utils import (
     CUDA_CHECK,
     cudart,
@@ -64,21 +23,24 @@ import interlace
 def threads_kernel(found):
     me, lane = tid(0), laneid()
     st(found + me, me * 1000 + lane)
-    st(found + 128 + me, __shfl_sync_i32(0xFFFFFFFF, me, 5))
-    st(found + 256 + me, __shfl_up_sync_i32(0xFFFFFFFF, me, 1))
-    st(found + 384 + me, __shfl_down_sync_i32(0xFFFFFFFF, me, 2))
-    st(found + 512 + me, __shfl_xor_sync_i32(0xFFFFFFFF, me, 3))
-    st(found + 640 + me, __ballot_sync(0xFFFFFFFF, (lane % 2 == 0).to(tl.int32)))
+    st(found + 128 + me, extra.__shfl_sync_i32(0xFFFFFFFF, me, 5))
+    st(found + 256 + me, extra.__shfl_up_sync_i32(0xFFFFFFFF, me, 1))
+    st(found + 384 + me, extra.__shfl_down_sync_i32(0xFFFFFFFF, me, 2))
+    st(found + 512 + me, extra.__shfl_xor_sync_i32(0xFFFFFFFF, me, 3))
+    st(found + 640 + me, extra.__ballot_sync(0xFFFFFFFF, (lane % 2 == 0).to(tl.int32)))
     if me == 0:
-        st(found + 768, ntid(0) + 10000 * tid(1) + 20000 * (ntid(2) - 1))
-        st_b32(found + 769, num_threads() + 1000 * num_warps() + 10000 * threads_per_warp())
-        st(found + 770, smid().to(tl.int32))
-        later = globaltimer() > 0
+        st(found + 768, extra.ntid(0) + 10000 * tid(1) + 20000 * (extra.ntid(2) - 1))
+        extra.st_b32(
+            found + 769,
+            extra.num_threads() + 1000 * extra.num_warps() + 10000 * extra.threads_per_warp(),
+        )
+        st(found + 770, extra.smid().to(tl.int32))
+        later = extra.globaltimer() > 0
         st(
             found + 771,
             later.to(tl.int32)
-            + (globaltimer_lo() > 0).to(tl.int32)
-            + globaltimer_hi().to(tl.int32),
+            + (extra.globaltimer_lo() > 0).to(tl.int32)
+            + extra.globaltimer_hi().to(tl.int32),
         )
 
 
@@ -91,26 +53,26 @@ def threads():
 @triton.jit
 def words_kernel(words, longs, count):
     me = tid(0)
-    before = atomic_add_per_warp(count, 2, "gpu", "relaxed")
-    __syncthreads()
+    before = extra.atomic_add_per_warp(count, 2, "gpu", "relaxed")
+    extra.__syncthreads()
     if laneid() == 3:
         st(words + 64 + me // 32, before)
-    arrive_inc(count, me, 100, "gpu")
-    wait_eq(count, me, 108, "gpu")
+    extra.arrive_inc(count, me, 100, "gpu")
+    extra.wait_eq(count, me, 108, "gpu")
     if me == 40:
-        membar()
-        membar("gl")
-        __fence("acq_rel", "sys")
-        a, b, c, d = load_v4_u32(words)
-        st_v4_u32(words + 4, d, c, b, a)
-        a, b, c, d = load_v4_s32(words + 4)
-        st_v4_b32(words + 8, a + 10, b + 10, c + 10, d + 10)
-        a, b, c, d = load_v4_b32(words + 8, "sys", "acquire")
-        st_v4_b32(words + 12, a, b, c, d, "sys", "release")
-        st_v2_u32(words + 16, ld_b32(words + 1), ld_acquire(words + 2, "sys"))
-        low, high = load_v2_b64(longs)
+        extra.membar()
+        extra.membar("gl")
+        extra.__fence("acq_rel", "sys")
+        a, b, c, d = extra.load_v4_u32(words)
+        extra.st_v4_u32(words + 4, d, c, b, a)
+        a, b, c, d = extra.load_v4_s32(words + 4)
+        extra.st_v4_b32(words + 8, a + 10, b + 10, c + 10, d + 10)
+        a, b, c, d = extra.load_v4_b32(words + 8, "sys", "acquire")
+        extra.st_v4_b32(words + 12, a, b, c, d, "sys", "release")
+        extra.st_v2_u32(words + 16, extra.ld_b32(words + 1), extra.ld_acquire(words + 2, "sys"))
+        low, high = extra.load_v2_b64(longs)
         st(longs + 2, low + high)
-        st(longs + 3, pack_b32_v2(ld(words), ld(words + 3)).to(tl.int64))
+        st(longs + 3, extra.pack_b32_v2(extra.ld(words), extra.ld(words + 3)).to(tl.int64))
 
 
 def words():
@@ -153,15 +115,15 @@ def multicast_kernel(halves, floats, found):
     of_floats = libshmem_device.remote_mc_ptr(team, floats)
     libshmem_device.barrier_block(team)
     if (me == 0) & (libshmem_device.team_my_pe(team) == 0):
-        a, b, c, d = multimem_ld_reduce_v4(there)
-        multimem_st_v4(there + 8, a, b, c, d)
-        a, b, c, d = multimem_ld_reduce_p_v4(there, me == 0)
-        multimem_st_v2(there + 16, a, b)
-        multimem_st_b32(there + 20, c)
-        multimem_st_p_b32(there + 22, d, me == 0)
-        multimem_st_b64(there + 24, pack_b32_v2(a, b))
-        e, f, g, h = multimem_ld_reduce_v4(of_floats)
-        multimem_st_v4(of_floats + 4, e, f, g, h)
+        a, b, c, d = extra.multimem_ld_reduce_v4(there)
+        extra.multimem_st_v4(there + 8, a, b, c, d)
+        a, b, c, d = extra.multimem_ld_reduce_p_v4(there, me == 0)
+        extra.multimem_st_v2(there + 16, a, b)
+        extra.multimem_st_b32(there + 20, c)
+        extra.multimem_st_p_b32(there + 22, d, me == 0)
+        extra.multimem_st_b64(there + 24, extra.pack_b32_v2(a, b))
+        e, f, g, h = extra.multimem_ld_reduce_v4(of_floats)
+        extra.multimem_st_v4(of_floats + 4, e, f, g, h)
     libshmem_device.team_sync_block(team)
     if me == 0:
         st(

@@ -17,7 +17,7 @@ from interlace_verify.suite.jobs import (
 )
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MULTIMEM, MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
-from tiers import few, thorough
+from tiers import thorough
 
 PEERS_FOLDER = pathlib.Path(__file__).parents[1]
 LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
@@ -36,41 +36,23 @@ def both_of(fn: Callable[[], Any], world_size: int) -> tuple[set[str], list[JobR
     return races, lint_launches("", raced, plan)
 
 
-def told(peer: Peer, folder: pathlib.Path, name: str = "none") -> set[str]:
-    """The races of a peer's kernels, or of its mutant ``name``, and the rules that they break."""
-    edits = [edit for of, _, mutant, edit in MUTANTS if of == peer and mutant == name]
-    with shims.installed(*peer.shims):
-        fn = peer.loaded(peer.mutant(name, *edits), folder)
-        kinds, results = both_of(fn, peer.world_size)
-    assert all(result.report is not None for result in results)
-    return kinds | {fault.rule for result in results for fault in result.report.findings}
-
-
-@thorough
-def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Path) -> None:
-    """Compiled code alone cannot tell which loads need what a meeting has seen; the run can."""
-    assert told(TWO_SHOTS, tmp_path) == set()
-
-
 @thorough
 @pytest.mark.parametrize(
     ("peer", "name", "kind"),
-    few(
-        [
-            (TWO_SHOTS, "the meeting before the sums acquires nothing", "weak order"),
-            (PROGRESS, "a poll that acquires nothing", "weak order"),
-            (
-                TUPLE,
-                "threads that signal do not wait for those that store",
-                "release without barrier",
-            ),
-            (MULTIMEM, "sums of all threads signalled by one", "release without barrier"),
-        ],
+    [
+        (TWO_SHOTS, "the meeting before the sums acquires nothing", "weak order"),
         (PROGRESS, "a poll that acquires nothing", "weak order"),
-    ),
+        (TUPLE, "threads that signal do not wait for those that store", "release without barrier"),
+        (MULTIMEM, "sums of all threads signalled by one", "release without barrier"),
+    ],
 )
-def test_one_that_others_need_is(peer: Peer, name: str, kind: str, tmp_path: pathlib.Path) -> None:
-    assert kind in told(peer, tmp_path, name)
+def test_what_others_need_is_a_finding(
+    peer: Peer, name: str, kind: str, tmp_path: pathlib.Path
+) -> None:
+    (edit,) = (edit for of, _, mutant, edit in MUTANTS if of == peer and mutant == name)
+    with shims.installed(*peer.shims):
+        kinds, results = both_of(peer.loaded(peer.mutant(name, edit), tmp_path), peer.world_size)
+    assert kind in kinds | {fault.rule for each in results for fault in each.report.findings}
 
 
 @thorough

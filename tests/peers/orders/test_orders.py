@@ -44,3 +44,5 @@ def test_neither_a_signal_of_a_put_nor_a_meeting_stands_for_puts_before_it(
     assert races(kernels.puts, 2, kind, True, seeds=2).clean
     (finding,) = races(kernels.puts, 2, kind, False, seeds=1).findings
     assert finding.kind == "weak order" and finding.second.what == "loads"
+    second = "the later access" if kind == "a meeting" else "the signal"
+    assert f"between the put and {second}, " in finding.hint

@@ -105,48 +105,6 @@ def thread_numbers(out_ptr):
 
 
 @triton.jit
-def barrier_by_threads(out_ptr, flags_ptr, rank, WORLD: tl.constexpr):
-    """The same barrier in one text on scalars: thread i signals rank i and waits for rank i + rank."""
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred %p, %done;
-            .reg .u32 %t, %old, %peer;
-            .reg .u64 %table, %flag, %mine;
-            mov.u32 %t, %tid.x;
-            setp.ge.u32 %p, %t, $3;
-            @%p bra end;
-            mad.wide.u32 %table, %t, 8, $1;
-            ld.global.u64 %flag, [%table];
-            mad.wide.u32 %flag, $2, 4, %flag;
-        signal:
-            atom.global.release.sys.cas.b32 %old, [%flag], 0, 1;
-            setp.eq.u32 %done, %old, 0;
-            @!%done bra.uni signal;
-            add.u32 %peer, %t, $2;
-            rem.u32 %peer, %peer, $3;
-            mad.wide.u32 %table, $2, 8, $1;
-            ld.global.u64 %mine, [%table];
-            mad.wide.u32 %mine, %peer, 4, %mine;
-        wait:
-            atom.global.acquire.sys.cas.b32 %old, [%mine], 1, 0;
-            setp.eq.u32 %done, %old, 1;
-            @!%done bra wait;
-        end:
-            bar.sync 0;
-            mov.u32 $0, %t;
-        }
-        """,
-        "=r,l,r,r",
-        [flags_ptr, rank, WORLD],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.atomic_add(out_ptr, 1)
-
-
-@triton.jit
 def hand_over(out_ptr, data_ptr, flag_ptr, WAIT: tl.constexpr):
     """Program 1 writes and signals; program 0 waits and reads."""
     if tl.program_id(0) == 1:

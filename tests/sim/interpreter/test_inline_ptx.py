@@ -1,12 +1,7 @@
-"""Inline PTX in the interpreter: what instructions compute, and what is refused."""
+"""Inline PTX in the interpreter: results, what is refused, and how programs signal each other."""
 
-import operator
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 import interlace
 from interlace.runtime.core.errors import InlineAssemblyError
@@ -28,50 +23,6 @@ def refused(asm: str, match: str, constraints: str = "=r,l") -> None:
 
 
 # -- registers -------------------------------------------------------------------------------------
-
-
-def truncated(x: int, y: int) -> int:
-    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-
-
-INTEGER_OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul.lo": operator.mul,
-    "min": min,
-    "max": max,
-    "div": truncated,
-    "rem": lambda x, y: x - y * truncated(x, y),
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
-
-
-@given(
-    st.sampled_from(sorted(INTEGER_OPERATIONS)),
-    st.sampled_from("us"),
-    st.sampled_from([32, 64]),
-    st.lists(
-        st.tuples(
-            st.integers(-(2**63), 2**63 - 1), st.integers(1, 2**63 - 1) | st.integers(-9, -1)
-        ),
-        min_size=4,
-        max_size=4,
-    ),
-)
-@settings(max_examples=60)
-def test_integers(name: str, letter: str, bits: int, pairs: list[tuple[int, int]]) -> None:
-    given = I32 if bits == 32 else I64
-    # the bits of each number, and what the type sees in them
-    stored = [[int(np.array(v).astype(f"i{bits // 8}")) or 1 for v in pair] for pair in pairs]
-    seen = [[v % 2**bits if letter == "u" else v for v in pair] for pair in stored]
-    kind = f"b{bits}" if name in ("and", "or", "xor") else f"{letter}{bits}"
-    a, b = zip(*stored, strict=True)
-    asm = f"{name}.{kind} $0, $1, $2;"
-    found = interlace.run(lambda: ptx_kernels.computed(asm, list(a), list(b), given, given), 1)[0]
-    expected = [INTEGER_OPERATIONS[name](x, y) % 2**bits for x, y in seen]
-    assert [value % 2**bits for value in found] == expected
 
 
 @pytest.mark.parametrize("dtype", ptx_kernels.LETTERS, ids=str)
@@ -166,3 +117,60 @@ def test_a_loop_that_touches_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(inline_assembly, "IDLE_STEPS", 1000)
     with pytest.raises(InlineAssemblyError, match=r"without memory accesses.*bra again"):
         interlace.run(lambda: ptx_kernels.in_memory("again: bra again;", torch.zeros(1)), 1)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def test_threads_count() -> None:
+    """Of a program in a grid; Triton stores scalars as thread 0."""
+    out = torch.zeros(12, dtype=I32)
+    interlace.run(lambda: ptx_kernels.thread_numbers[(2, 3)](out), 1)
+    assert out.view(3, 4).tolist() == [[0, 128, y, 3] for y in range(3)]
+
+
+def test_clocks_grow_and_are_no_real_clocks() -> None:
+    asm = """{ .reg .u64 a, b; mov.u64 a, %globaltimer; mov.u64 b, %clock64; sub.u64 $0, b, a; }"""
+    assert interlace.run(lambda: ptx_kernels.in_memory(asm, torch.zeros(1), I64), 2) == [1000, 1000]
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+WAIT = """{{ .reg .pred p; .reg .b32 seen;
+    again: {load}.u32 seen, [$1]; setp.ne.u32 p, seen, {expected}; @p bra again; }}"""
+
+
+@pytest.mark.parametrize("load", ["ld.global.acquire.sys", "ld.volatile.global", "ld.global"])
+def test_programs_hand_over(load: str) -> None:
+    """A poll by plain loads is not a correct wait, but it must let other programs run."""
+
+    def on_rank() -> list[int]:
+        out, data, flag = (torch.zeros(n, dtype=I32) for n in (4, 4, 1))
+        wait = WAIT.format(load=load, expected=1)
+        ptx_kernels.hand_over[(2,)](out, data, flag, wait)
+        return out.tolist()
+
+    for seed in range(5):
+        assert interlace.run(on_rank, 1, seed=seed) == [[7] * 4]
+
+
+@pytest.mark.parametrize("load", ["ld.global.relaxed.sys", "ld.volatile.global"])
+def test_a_wait_for_what_never_comes_is_a_deadlock(load: str) -> None:
+    def on_rank() -> None:
+        out, data, flag = (torch.zeros(n, dtype=I32) for n in (4, 4, 1))
+        ptx_kernels.hand_over[(2,)](out, data, flag, WAIT.format(load=load, expected=2))
+
+    with pytest.raises(interlace.DeadlockError, match=r"ptx_kernels\.py:\d+ in hand_over"):
+        interlace.run(on_rank, 1)
+
+
+def test_other_deadlocks() -> None:
+    flags = torch.zeros(8, dtype=I32)
+    asm = """{ .reg .pred p; .reg .b32 old; again: atom.acquire.sys.cas.b32 old, [$1], 1, 0;
+        setp.ne.u32 p, old, 1; @p bra again; }"""
+    for count in (1, 2):
+        with pytest.raises(interlace.DeadlockError, match="on_pointers"):
+            interlace.run(lambda n=count: ptx_kernels.on_pointers[(1,)](flags, n, asm), 1)
+    with pytest.raises(interlace.DeadlockError, match="spin_outside"):
+        interlace.run(lambda: ptx_kernels.spin_outside[(1,)](flags), 1)

@@ -35,6 +35,24 @@ _KERNEL = """
 """
 
 
+TYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "s8": torch.int8,
+    "u8": torch.uint8,
+    "f32": torch.float32,
+    "s32": torch.int32,
+}
+
+
+def octets(matrix: Any, name: str) -> Any:
+    """(rows, bytes) of the numbers in a row."""
+    return torch.from_numpy(matrix).to(TYPES[name]).contiguous().view(torch.uint8).numpy()
+
+
 def kernel(body: str, *, threads: int = 32, words: int = 1, arch: int = 80) -> str:
     """%r1 is the thread; %rd1 where its result goes, %rd2 its input, each ``words`` words of 32 bits."""
     target = {80: "sm_80", 90: "sm_90a"}[arch]

@@ -1,7 +1,7 @@
 """Bundles run in the place ``ptx`` by their manifests alone: the loader's launches, their PTX.
 
-CuPy is stood for by ``cupy_stand_in.py``; here its launches are run. Every op has its right result: that of
-interlace's own op, unfused.
+CuPy is stood for by ``cupy_stand_in.py``; here its launches are run. The right result is that of
+interlace's op, unfused. ``build/bundle/test_bundle.py`` compares the launches of every op with the host's.
 """
 
 import functools
@@ -19,12 +19,9 @@ import torch
 import interlace
 from interlace import aot
 from interlace.groups.groups import default_group
-from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
-from interlace.ops.library import BY_NAME
 from interlace.ops.matmul.formats import FORMATS, packed_rows
-from interlace.ops.op.calls import run_record
 from interlace.tools.bundle import (
     OPS,
     BundleTarget,
@@ -86,38 +83,23 @@ def all_gather_matmul(rank: int) -> Case:
     return values, arguments, [output], [expected]
 
 
-def _packed(format: str, rank: int, rows: int) -> tuple[Numbers, tuple[Any, Any]]:
-    """Operands in a block-scaled format, of more than 128 numbers along k, and arguments of a bundle.
+def block_scaled_gather(format: str, rank: int) -> Case:
+    """Operands have more than 128 numbers along k.
 
     The right bits are those of the same kernel by Triton: what is interpreted sums in another order.
     """
-    numbers = some(rank, rows, WIDE), some(rank + 9, COLUMNS, WIDE)
+    numbers = some(rank, ROWS, WIDE), some(rank + 9, COLUMNS, WIDE)
     x, weight = (interlace.quantize(each, format).packed() for each in numbers)  # type: ignore[arg-type]
     stride = x.kind.row_bytes(WIDE)
+    output = torch.empty(WORLD * ROWS, COLUMNS, dtype=torch.bfloat16)
     arguments = {
-        **{"input_ptr": packed_rows(x), "input_stride": stride, "K": stride, "N": COLUMNS},
+        **{"input_ptr": packed_rows(x), "input_stride": stride, "output_ptr": output},
         **{"weight_ptr": packed_rows(weight), "weight_stride_n": stride},
     }
-    return arguments, (x, weight.t())
-
-
-def block_scaled_gather(format: str, rank: int) -> Case:
-    arguments, operands = _packed(format, rank, ROWS)
-    output = torch.empty(WORLD * ROWS, COLUMNS, dtype=torch.bfloat16)
-    values = {"rows": [ROWS] * WORLD, "N": COLUMNS, "K": arguments.pop("K"), "resident": 3}
+    values = {"rows": [ROWS] * WORLD, "N": COLUMNS, "K": stride, "resident": 3}
     with interlace.configured(**SMALL[80]):
-        right = interlace.all_gather_matmul(*operands, algorithm="fused")
-    return values, arguments | {"output_ptr": output}, [output], [right]
-
-
-def block_scaled_reduction(format: str, rank: int) -> Case:
-    rows = [21, 20]  # as the op shares 41 out
-    arguments, operands = _packed(format, rank, sum(rows))
-    output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
-    values = {"rows": rows, "N": COLUMNS, "K": arguments.pop("K"), "resident": 2}
-    with interlace.configured(**SMALL[80]):
-        right = interlace.matmul_reduce_scatter(*operands, algorithm="fused")
-    return values, arguments | {"output_ptr": output}, [output], [right]
+        right = interlace.all_gather_matmul(x, weight.t(), algorithm="fused")
+    return values, arguments, [output], [right]
 
 
 def reduce_norm(rank: int) -> Case:
@@ -152,13 +134,6 @@ def block_scaled_norm(format: str, rank: int) -> Case:
     how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual, "quantize": format}
     rows, sums = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
     return {"tokens": 3, "N": WIDE}, arguments, [normed, total], [packed_rows(rows), sums]
-
-
-def broadcast(rank: int) -> Case:
-    """Of the poison of rank 1."""
-    tensor = torch.empty(300, dtype=torch.int32)
-    arguments = {"tensor_ptr": tensor, "units": 300, "root": 1}
-    return {}, arguments, [tensor], [torch.full_like(tensor, 18)]
 
 
 def routed(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -219,36 +194,6 @@ def grouped_matmul_combine(rank: int) -> Case:
     return values, arguments, [output], [right]
 
 
-def all_to_all_grouped_matmul(rank: int) -> Case:
-    """Two experts of a rank, a segment of several chunks, and one without rows."""
-    splits = [[3, 0, 40, 5], [17, 2, 0, 1]]
-    input, weight = some(rank, sum(splits[rank]), INNER), some(rank + 9, 2, INNER, COLUMNS)
-    right, received = interlace.all_to_all_grouped_matmul(
-        input, weight, splits[rank], algorithm="unfused"
-    )
-    output = torch.empty(int(received.sum()), COLUMNS, dtype=torch.bfloat16)
-    arguments = {
-        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight, "output_ptr": output},
-        **{"weight_stride_e": INNER * COLUMNS, "weight_stride_k": COLUMNS, "num_experts": 2},
-    }
-    values = {"splits": [*splits[0], *splits[1]], "N": COLUMNS, "K": INNER, "resident": 3}
-    return values, arguments, [output], [right]
-
-
-def matmul_all_to_all(rank: int) -> Case:
-    rows, bias = [ROWS, ROWS - 7], some(5, WORLD * COLUMNS)
-    input, weight = some(rank, rows[rank], INNER), some(9, INNER, WORLD * COLUMNS)
-    output = torch.empty(sum(rows), COLUMNS, dtype=torch.bfloat16)
-    arguments = {
-        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight, "bias_ptr": bias},
-        **{"weight_stride_k": WORLD * COLUMNS, "output_ptr": output},
-    }
-    right = interlace.functional.matmul_all_to_all(
-        input, weight, bias=bias, length=sum(rows), algorithm="unfused"
-    )
-    return {"rows": rows, "N": COLUMNS, "K": INNER, "resident": 3}, arguments, [output], [right]
-
-
 def context_parallel_attention(rank: int) -> Case:
     rows, heads, size = [20, 18], 2, 16
     own = rows[rank]
@@ -270,46 +215,6 @@ def context_parallel_attention(rank: int) -> Case:
     return {"rows": rows, "resident": 3}, arguments, [output, lse], list(right)
 
 
-TOKENS = [20, 18]
-
-
-def _own_heads(rank: int) -> tuple[list[torch.Tensor], Numbers]:
-    """All ranks' tokens, of two heads of queries and one of keys, and their results; what bundles take."""
-    total, heads, size = sum(TOKENS), 2, 16
-    query, key, value, grad = (
-        some(rank + seed, 1, total, count, size, dtype=torch.float32) / 4
-        for seed, count in ((0, heads), (3, 1), (5, 1), (7, heads))
-    )
-    leaves = [each.clone().requires_grad_() for each in (query, key, value)]
-    given = "heads", True, None, None, "bshd", "zigzag", "fused", TOKENS[rank]
-    with interlace.configured(block_m=16, block_n=16):
-        record = BY_NAME[FORWARD].record([*leaves, None, *given])
-        output, lse = run_record(FORWARD, None, "", record)
-        output.backward(grad)
-    strides = {"": heads * size, "_b": heads * size, "_h": size}
-    arguments = {
-        **{f"{of}_stride{d}": n for of in ("queries", "output") for d, n in strides.items()},
-        **{"keys_ptr": torch.stack([key[0], value[0]], 1).contiguous(), "keys_stride": 2 * size},
-        **{"queries_ptr": query, "batches": 1, "heads": heads, "key_heads": 1},
-        **{"scale": 0.25 * LOG2E, "partials_ptr": torch.empty(WORLD, heads, total, size)},
-        **{"partials_lse_ptr": torch.empty(WORLD, heads, total)},
-    }
-    results = [output.detach(), lse.detach(), *(each.grad for each in leaves)]
-    return [*results, grad], arguments
-
-
-def attention_of_heads_backward(rank: int) -> Case:
-    (output, lse, of_query, of_key, of_value, grad), arguments = _own_heads(rank)
-    right = torch.stack([of_key[0], of_value[0]], 1)
-    made, partials = torch.empty_like(right), arguments["partials_ptr"]
-    sums = {"sums_lse_ptr": lse * LOG2E, "delta_ptr": (grad * output).sum(-1).mT.contiguous()}
-    strides = {name: arguments.pop(name) for name in list(arguments) if "output_stride" in name}
-    arguments |= {name.replace("output", "grads"): each for name, each in strides.items()}
-    arguments |= {**sums, "grads_ptr": grad, "output_ptr": made, "factor": 0.25}
-    return {"rows": TOKENS}, arguments, [made, partials], [right, of_query[0].transpose(0, 1)]
-
-
-FINISH = {"attention_of_heads_backward": lambda made: [made[0], made[1].sum(0) * 0.25]}
 """What is left to whoever launches: of outputs, what is compared."""
 
 
@@ -345,27 +250,14 @@ def distributed_decode(rank: int) -> Case:
 ROUTED = {"topk": 2, "experts": 2, "columns": 32}
 CASES: dict[str, tuple[Callable[[int], Case], KernelOptions]] = {
     "reduce_norm": (reduce_norm, KernelOptions(columns=32, gather="normed")),
-    "broadcast": (broadcast, KernelOptions()),
     "dispatch": (dispatch, KernelOptions(**ROUTED, overrides={"copy_rows": 4})),
     "grouped_matmul_combine": (
         grouped_matmul_combine,
         KernelOptions(**{**ROUTED, "columns": COLUMNS, "inner": 32}, rows=16, overrides=SMALL[80]),
     ),
-    "all_to_all_grouped_matmul": (
-        all_to_all_grouped_matmul,
-        KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
-    ),
-    "matmul_all_to_all": (
-        matmul_all_to_all,
-        KernelOptions(bias="n", rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
-    ),
     "context_parallel_attention": (
         context_parallel_attention,
         KernelOptions(head_dim=16, overrides={"block_m": 16, "block_n": 16, "copiers": 1}),
-    ),
-    "attention_of_heads_backward": (
-        attention_of_heads_backward,
-        KernelOptions("fp32", head_dim=16, overrides={"block_m": 16, "block_n": 16}),
     ),
     "distributed_decode": (
         distributed_decode,
@@ -404,7 +296,7 @@ def on_rank(folder: str, made: Callable[[int], Case]) -> list[tuple[torch.Tensor
         for output in outputs:
             output.fill_(poison + 10 * rank)
         bundle.run(values, addresses)
-    return list(zip(FINISH.get(bundle.op, list)(outputs), expected, strict=True))
+    return list(zip(outputs, expected, strict=True))
 
 
 @pytest.fixture
@@ -452,16 +344,11 @@ def test_bundles_of_a_layer_run_by_their_manifests(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    ("op", "made"),
-    [("all_gather_matmul", block_scaled_gather), ("matmul_reduce_scatter", block_scaled_reduction)],
-)
-def test_bundles_of_block_scaled_operands(
-    op: str, made: Callable[..., Case], format: str, tmp_path: pathlib.Path, cupy: None
-) -> None:
+def test_bundles_of_block_scaled_operands(format: str, tmp_path: pathlib.Path, cupy: None) -> None:
     how = {"rows": ROWS, "columns": COLUMNS, "inner": WIDE, "overrides": SMALL[80]}
     options = KernelOptions(weight="nk", format=format, **how)  # type: ignore[arg-type]
-    run(BundleTarget(op, options, [80], tmp_path), functools.partial(made, format))
+    made = functools.partial(block_scaled_gather, format)
+    run(BundleTarget("all_gather_matmul", options, [80], tmp_path), made)
 
 
 @pytest.mark.thorough

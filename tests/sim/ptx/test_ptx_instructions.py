@@ -6,17 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import interlace
-from sim.ptx.ptx_texts import computed, kernel
+from sim.ptx.ptx_texts import computed, kernel, octets
 
 LANES = np.arange(32)
 NUMBERS = (LANES * 2654435761 % 2**32).astype(np.uint32)
 LOAD, STORE = "ld.global.b32 %r2, [%rd2];", "st.global.b32 [%rd1], %r3;"
 
 
-def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
-    return [int(each) for each in computed(LOAD + body + STORE, given, **options)[:, 0]]
+def one(body: str, given: Any = NUMBERS) -> list[int]:
+    return [int(each) for each in computed(LOAD + body + STORE, given)[:, 0]]
 
 
 # -- matrices --------------------------------------------------------------------------------------
@@ -24,24 +26,9 @@ def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
 G, T = LANES // 4, LANES % 4  # as the PTX ISA names them
 
 
-DTYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "tf32": torch.float32,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "s8": torch.int8,
-    "u8": torch.uint8,
-    "f32": torch.float32,
-    "s32": torch.int32,
-}
-
-
 def words(matrix: Any, name: str) -> Any:
     """(rows, registers) of what lies next to each other in a row."""
-    return (
-        torch.from_numpy(matrix).to(DTYPES[name]).contiguous().view(torch.uint8).numpy().view("u4")
-    )
+    return octets(matrix, name).view("u4")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +164,47 @@ def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool
         ld.shared.b32 %r3, [%r7];"""
     copied = np.where(LANES < 16, NUMBERS, 0).tolist()
     assert one(body) == (copied if there else [7] * 32)
+
+
+# -- carries -------------------------------------------------------------------------------------
+
+
+def test_a_signed_high_product_and_a_guard_keep_to_their_threads() -> None:
+    body = """
+        setp.lt.u32 %p1, %r1, 16;
+        add.cc.u32 %r2, -1, 1;
+        @%p1 add.cc.u32 %r2, 1, 1;
+        ld.global.v2.b32 {%r10, %r30}, [%rd2];
+        madc.hi.s32 %r50, %r10, %r30, 0;
+        st.global.b32 [%rd1], %r50;"""
+    given = np.random.default_rng(1).integers(-(2**31), 2**31, (32, 2), np.int64)
+    found = computed(body, given.astype(np.uint32), words=2)[:, 0]
+    carried = np.arange(32) >= 16
+    assert found.view(np.int32).tolist() == ((given[:, 0] * given[:, 1] >> 32) + carried).tolist()
+
+
+@triton.jit
+def waves_kernel(x, sines, cosines, N: tl.constexpr):
+    at = tl.arange(0, N)
+    value = tl.load(x + at)
+    tl.store(sines + at, tl.sin(value))
+    tl.store(cosines + at, tl.cos(value))
+
+
+def test_sines_of_large_numbers() -> None:
+    """Their argument is reduced by a table of digits of 2 / pi, and carries."""
+    given = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    x = (given * torch.tensor([[3.0], [1e6], [1e20], [1e37]])).reshape(-1)
+
+    def on_rank() -> list[torch.Tensor]:
+        found = [torch.empty(128), torch.empty(128)]
+        waves_kernel[(1,)](x, *found, N=128)
+        return found
+
+    sines, cosines = interlace.run(on_rank, 1, place="ptx")[0]
+    exact = x.numpy().astype(np.float64)
+    for found, of_numpy in ((sines, np.sin(exact)), (cosines, np.cos(exact))):
+        assert np.abs(found.numpy() - of_numpy).max() < 2**-22  # 2 ulp of what is at most 1
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -104,6 +104,8 @@ def test_arguments_are_checked() -> None:
         interlace.run(gathered, 2, place="ptx", arch=70)
     with pytest.raises(ValueError, match="arch must be one of 80, 90, got 70"):
         verify.races(gathered, 2, arch=70)
+    with pytest.raises(ValueError, match="arch must be one of 80, 90, got 70"):
+        verify.schedules(gathered, 2, n=1, arch=70)
     with pytest.raises(ValueError, match="rewrite changes PTX, so arch must be passed"):
         verify.races(gathered, 2, rewrite=lambda name, ptx: ptx)
 

@@ -6,15 +6,11 @@ After a change of the rules: ``cd tests && python -m sim.verify.test_docs_verify
 
 import pathlib
 import re
-import shlex
 
 import pytest
 
 import mutant_table
 from interlace import verify
-from interlace.cli.main import parser
-from interlace.tools.targets import TARGETS
-from interlace_verify.suite.jobs import PROTOCOLS, load_function
 from mutants.protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -24,7 +20,6 @@ PAGES = [START, LINT, SUITE, *sorted((ROOT / "docs/how-to/check").glob("*.md"))]
 LABORATORY = ROOT / "python/interlace_verify"
 FOLDERS = sorted(each.parent for each in LABORATORY.glob("*/__init__.py"))
 FOLDERS += [ROOT / "python/interlace_pytest", ROOT / "runtime/compiler/lint"]
-COMMAND = re.compile(r"python -m interlace ([^`#\n]+)")
 RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
 
 
@@ -37,19 +32,6 @@ def mutant_rows() -> dict[str, list[str]]:
     """The cells of the checks, by mutant."""
     rows = re.findall(r"^\| ([^|]+) \| [\w/]+\.py \| (.*) \|$", SUITE.read_text(), re.MULTILINE)
     return {name: cells.split(" | ") for name, cells in rows}
-
-
-@pytest.mark.parametrize("document", ["docs/tutorials/first-race.md", "README.md"])
-def test_commands_parse_and_name_what_is_there(document: str) -> None:
-    commands = COMMAND.findall((ROOT / document).read_text())
-    assert any(command.startswith("verify ") for command in commands)
-    for command in commands:
-        options = parser().parse_args(shlex.split(command))
-        if options.command == "verify" and "::" in options.target:
-            path, _, function = options.target.partition("::")
-            assert callable(load_function(f"{ROOT / path}::{function}"))
-        elif options.command == "verify":
-            assert options.target in ("all", PROTOCOLS, *TARGETS)
 
 
 def test_names_and_rules_are_those_of_the_module() -> None:

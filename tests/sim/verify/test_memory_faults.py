@@ -168,8 +168,8 @@ def freed_before_any_launch(kept: bool) -> None:
 
 
 def of_a_view_in_a_table(by: int) -> None:
-    """Who was asked for the address is gone at once; the memory is not. A block has no origin."""
-    x = torch.zeros(4, N)
+    """Who was asked for the address is gone at once; the memory is not. Rows are pages apart."""
+    x = torch.zeros(4, 1024)
     table = torch.tensor([x[row].data_ptr() + by for row in range(4)])
     kernels.fill_each[(1,)](table, 4)
     assert by or x.sum() == 4 * 7.0
@@ -181,6 +181,7 @@ def on_device(device: str) -> None:
 
 # What runs on every rank, an argument with which it is right, and one with which it has a fault.
 CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
+    "rows in a table": (of_a_view_in_a_table, 0, 4 * 4 * 1024, "out of bounds"),
     "store": (partial(on_tensor, kernels.fill), 0, 8, "out of bounds"),
     "store before the beginning": (partial(on_tensor, kernels.fill), 0, -1, "out of bounds"),
     "load": (loads, 0, 8, "out of bounds"),
@@ -212,7 +213,6 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "misaligned": (by_address, 0, 2, "misaligned"),
     "freed buffer": (freed_buffer, True, False, "use after free"),
     "tensor freed before any launch": (freed_before_any_launch, True, False, "use after free"),
-    "rows in a table": (of_a_view_in_a_table, 0, 4 * 4 * N, "out of bounds"),
     "tensor without memory": (on_device, "cpu", "meta", "out of bounds"),
     "freed tensor": (partial(freed_tensor, torch.Tensor.data_ptr), True, False, "use after free"),
     **{

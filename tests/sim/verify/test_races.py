@@ -11,9 +11,8 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
-from interlace_verify.race_check.check import RaceTeller, Several
+from interlace_verify.race_check.check import RaceTeller
 from interlace_verify.race_check.findings import Access, Finding, Reach, by_cause
-from interlace_verify.race_check.happens_before import Detector
 from sim.verify import race_kernels as kernels, test_memory_faults
 from sim.verify.user_exchange import exchange, last_program
 
@@ -50,27 +49,6 @@ def test_reports_are_repeatable() -> None:
     seed = first.findings[-1].seed
     alone = races(exchange, 2, 2, seeds=[seed])
     assert first.findings[-1].key in {finding.key for finding in alone.findings}
-
-
-class Told(Detector):
-    times = 0
-
-    def on_stuck(self) -> None:
-        self.times += 1
-
-
-def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
-    """So causes of a race cost no more where much else conflicts, too."""
-    finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
-    one, other = Told(0, asked={finding.key: (3, -1)}), Told(0)
-    both = Several([one, other])
-    for events in (2, 3):  # the first is another conflict
-        both.on_stuck()
-        for each in (one, other):
-            each.events = events
-            each._found(finding, np.arange(1), 1)
-    both.on_stuck()
-    assert (one.times, other.times) == (2, 3)
 
 
 def test_the_story_of_a_finding_is_of_the_same_conflict() -> None:

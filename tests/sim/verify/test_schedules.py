@@ -21,7 +21,6 @@ from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.places.sim.scheduler.strategies import (
     Priority,
     Random,
-    Replay,
     Task,
     for_seed,
 )
@@ -205,22 +204,15 @@ def test_bounded_polls_are_no_deadlock() -> None:
     assert interlace.run(on_rank, 2) == [50, 50]
 
 
-def test_polls_of_several_places_in_turn_are_a_deadlock_at_once() -> None:
-    def on_rank() -> None:
-        kernels.poll_in_turn[(1,)](torch.zeros(8, dtype=torch.int32), 8)
-
-    with pytest.raises(interlace.DeadlockError, match="poll_in_turn program 0"):
-        interlace.run(on_rank, 2)  # a CollectiveTimeoutError if it were not found by its polls
-
-
-def test_polls_of_more_places_than_a_circle_has_are_a_deadlock_too(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("places", [8, 80])
+def test_polls_of_several_places_in_turn_are_a_deadlock(
+    places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing in them repeats; they are counted, and the run ends, not a rank with an error of its own."""
+    """Of 80 nothing repeats; they are counted, and the run ends, not a rank with an error of its own."""
     monkeypatch.setattr(program_hooks, "STALLED_POLLS", 1000)
 
     def on_rank() -> None:
-        kernels.poll_in_turn[(1,)](torch.zeros(80, dtype=torch.int32), 80)
+        kernels.poll_in_turn[(1,)](torch.zeros(places, dtype=torch.int32), places)
 
     report = schedules(on_rank, 2, n=1, workers=1, shrink=False)
     assert report.failure is not None and report.failure.kind == "DeadlockError", str(report)
@@ -288,6 +280,8 @@ def test_time_limits_hold_where_nothing_gives_way() -> None:
     line = r"rank 0 user code neither ends nor touches memory at test_schedules\.py:\d+ in on_rank"
     with pytest.raises(interlace.CollectiveTimeoutError, match=line):
         interlace.run(on_rank, 2, timeout=0.5)
+    with pytest.raises(interlace.CollectiveTimeoutError, match=line):
+        replay(on_rank, 2, [], timeout=0.5)
     assert interlace.run(interlace.get_rank, 2) == [0, 1]
 
 
@@ -318,15 +312,6 @@ def test_a_kernel_that_goes_round_for_ever_is_found_once(
 
     found = races(after_a_race, 1, seeds=3)
     assert "write-write" in [each.kind for each in found.findings] and found.errors
-
-
-def test_replay_has_a_time_limit() -> None:
-    def on_rank() -> None:
-        while interlace.get_rank() == 0:
-            pass
-
-    with pytest.raises(interlace.CollectiveTimeoutError):
-        replay(on_rank, 2, [], timeout=0.5)
 
 
 def test_a_failure_that_does_not_repeat_is_reported() -> None:
@@ -394,13 +379,6 @@ def test_priority_stays_until_it_changes() -> None:
         assert task is not None
         chosen.append(task.name)
     assert len(set(chosen)) == 2 and chosen == sorted(chosen, key=chosen.index)
-
-
-def test_replay_goes_on_after_its_end() -> None:
-    all_tasks = tasks(2)
-    strategy = Replay([])
-    first = strategy.choose(all_tasks)
-    assert first is not None and strategy.choose(all_tasks) is first
 
 
 # -- check, for tests ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import functools
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from cases.texts import texts_beside
 from interlace import symmetric_memory
 from interlace.cli import main
 from interlace_verify.command.verify import Teller, VerifyOptions, _plan, render, verify
@@ -24,8 +24,7 @@ from mutants.protocol_mutants import CASES
 from tiers import thorough
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"
-_TEXT = pathlib.Path(__file__).with_name("programs.txt").read_text()
-PROGRAMS = dict(part.split("\n", 1) for part in _TEXT.split("\n## ")[1:])
+PROGRAMS = texts_beside(__file__)
 FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
 LITTLE = ["--ranks", "2", "--seeds", "1", "--schedules", "2", "--arch", "90"]
 
@@ -67,24 +66,6 @@ def test_a_users_function_is_run_and_its_kernels_are_linted(
     assert set(checks) == {"races", "schedules", "late stores", "lint"}
     assert checks["lint"]["variant"] == "one_shot_all_reduce sm_90"
     assert int(checks["races"]["count"].split()[0]) > 100
-
-
-@thorough
-def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    code = command("python -m interlace verify all_gather")
-    text = capsys.readouterr().out
-    assert code == 0 and "No findings." in text
-    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
-
-
-@thorough
-def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None:
-    wrong = EXAMPLE.read_text().replace("release.sys.cas", "relaxed.sys.cas")
-    (tmp_path / "wrong.py").write_text(wrong)
-    code, text = run(VerifyOptions(f"{tmp_path}/wrong.py::three_rounds", **FAST))
-    assert code == 1
-    assert "weak order (write-read race)" in text and "wrong.py:" in text and "seed    " in text
-    assert "findings" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -165,11 +146,8 @@ def test_seconds_are_processor_time_of_children_too() -> None:
         return suite.Job("f", "races", "", run).result().seconds
 
     assert seconds(burn) > 0.14
-    assert seconds("import time; time.sleep(0.5)") < 0.45
-    program, begin = (
-        [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"],
-        suite.processor_seconds(),
-    )
+    program = [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"]
+    begin = suite.processor_seconds()
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         assert suite.processor_seconds() - begin > 0.14  # it has not ended
@@ -262,12 +240,6 @@ def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
 
     (result,) = suite.run_jobs([suite.Job("op", "races", "", broken)])
     assert result.refusals == ("the check ended with KeyError: 'no such thing'",)
-    ended = suite.Job("op", "races", "2 ranks", lambda: os._exit(9))
-    others = suite.run_jobs([ended, suite.Job("op", "races", "", broken)])
-    assert [each.refusals for each in others] == [
-        ("its process ended with exit code 9",),
-        result.refusals,
-    ]
     out = io.StringIO()
     render(Console(file=out, width=160), [result])
     assert "not checked: the check ended" in out.getvalue() and "1 not checked." in out.getvalue()

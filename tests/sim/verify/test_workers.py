@@ -71,9 +71,11 @@ def test_what_is_lost_with_a_worker_is_one_seed() -> None:
     def run(seed: int) -> int:
         return os._exit(9) if seed == 5 else seed
 
-    found = dict(parallel.map_seeds(run, range(40), workers=2, lost=lambda seed, how: how))
+    progress: list[int] = []
+    ways = {"lost": lambda seed, how: how, "on_progress": progress.append}
+    found = dict(parallel.map_seeds(run, range(40), workers=2, **ways))
     assert found.pop(5) == "its process ended with exit code 9"
-    assert found == {seed: seed for seed in range(40) if seed != 5}
+    assert found == {seed: seed for seed in range(40) if seed != 5} and progress[-1] == 40
 
 
 def test_schedules_whose_process_ends_are_not_checked() -> None:
@@ -113,11 +115,3 @@ def test_workers_end_with_their_parent() -> None:
         multiprocessing.connection.wait([worker])
         os.close(worker)
     reading.close()
-
-
-def test_progress_reaches_the_number_of_seeds() -> None:
-    seen: list[int] = []
-    results = dict(
-        parallel.map_seeds(lambda s: s * s, range(30), workers=2, on_progress=seen.append)
-    )
-    assert results == {seed: seed * seed for seed in range(30)} and seen[-1] == 30

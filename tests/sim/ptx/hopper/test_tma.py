@@ -134,7 +134,7 @@ def test_lines_of_bytes() -> None:
 # -- mutants ---------------------------------------------------------------------------------------
 
 
-def races(steps: list[str], **options: Any) -> set[str]:
+def races(steps: list[str]) -> set[str]:
     output = torch.zeros(8, 8, 4, dtype=torch.int32)
 
     def on_rank() -> None:

@@ -4,28 +4,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
-from sim.ptx.ptx_texts import computed
+from sim.ptx.ptx_texts import TYPES, computed, octets
 
 THREADS, WORDS = 128, 192
 LANE, WARP = np.arange(THREADS) % 32, np.arange(THREADS) // 32
-TORCH = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "tf32": torch.float32,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "s8": torch.int8,
-    "u8": torch.uint8,
-}
 NUMPY = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 MODES = {16: 0, 128: 1, 64: 2, 32: 3}
-
-
-def octets(matrix: Any, name: str) -> Any:
-    """(rows, bytes) of the numbers in a row."""
-    return torch.from_numpy(matrix).to(TORCH[name]).contiguous().view(torch.uint8).numpy()
 
 
 class Tile(NamedTuple):
@@ -75,12 +60,11 @@ def products(
     turned: tuple[bool, bool] = (False, False),
     registers: bool = False,
     flags: str = "1, 1, 1",
-    before: int = 5,
     rest: str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
 ) -> tuple[Any, Any, Any]:
-    """(A, B, D) of one instruction; ``before`` is what all sums begin with, ``rest`` what follows it."""
+    """(A, B, D) of one instruction, where all sums begin with 5; ``rest`` is what follows it."""
     total, left, right = names
-    depth = 32 // TORCH[left].itemsize
+    depth = 32 // TYPES[left].itemsize
     random = np.random.default_rng(columns)
     low = 0 if "u8" in (left, right) else -4
     a, b = (random.integers(low, 5, (n, depth)).astype(np.float32) for n in (64, columns))
@@ -104,9 +88,7 @@ def products(
     scale, *signs = flags.split(", ", 1)
     if turned != (False, False) or depth == 16:
         signs += [", ".join(str(int(each)) for each in turned[registers:])]
-    start = {"f32": np.float32(before).view(np.uint32), "s32": before}.get(
-        total, int(np.float16(before).view(np.uint16)) * 0x10001
-    )
+    five = {"f32": np.float32(5).view(np.uint32), "s32": 5, "f16": 0x45004500}[total]
     put = "\n".join(
         f"ld.global.v4.b32 {{%r20, %r21, %r22, %r23}}, [%rd2+{16 * i}];"
         f"st.shared.v4.b32 [%r5+{16 * i}], {{%r20, %r21, %r22, %r23}};"
@@ -115,7 +97,7 @@ def products(
     body = f"""
         mov.b32 %r5, memory; mad.lo.u32 %r5, %r1, {4 * WORDS}, %r5;
         {put}
-        {" ".join(f"mov.b32 %r{100 + i}, {start};" for i in range(sums))}
+        {" ".join(f"mov.b32 %r{100 + i}, {five};" for i in range(sums))}
         fence.proxy.async.shared::cta; bar.sync 0;
         {fragment}
         mov.b32 %r6, {scale}; setp.eq.s32 %p1, %r6, 1;
@@ -136,7 +118,7 @@ def products(
     return a, b, d_matrix
 
 
-TYPES = [
+KINDS = [
     ("f32", "f16", "f16"),
     ("f16", "f16", "f16"),
     ("f32", "bf16", "bf16"),
@@ -147,7 +129,7 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize("names", TYPES)
+@pytest.mark.parametrize("names", KINDS)
 @pytest.mark.parametrize("registers", [False, True])
 def test_products_of_all_types(names: tuple[str, str, str], registers: bool) -> None:
     flags = "1" if names[0] == "s32" else "1, 1, 1"

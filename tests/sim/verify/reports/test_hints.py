@@ -3,7 +3,6 @@
 import importlib.util
 import pathlib
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ def told(signal: str, wait: str, **who: str) -> dict[str, str]:
 BARRIER = "tl.debug_barrier()\n"
 RAISE = 'tl.atomic_xchg(flag, 1, sem="{}", scope="{}")'
 POLL = 'while tl.atomic_add(flag, 0, sem="{}", scope="{}") == 0:\n    pass'
+PLAIN_POLL = "while tl.load(flag) == 0:\n    pass"
 RAISED, POLLED = RAISE.format("release", "sys"), POLL.format("acquire", "sys")
 RELAXED = RAISE.format("relaxed", "sys"), POLL.format("relaxed", "sys")
 
@@ -55,13 +55,13 @@ EXAMPLES = {
         'scope="gpu"'),
     "a fence of the one thread before its signal": (
         told(BARRIER + 'fence("sys")\n' + RELAXED[0], RELAXED[1]), "the wait, add (relaxed, sys) at"),
-    "a plain poll": (
-        told(BARRIER + RAISED, "while tl.load(flag) == 0:\n    pass"), "poll with acquire: change"),
+    "a plain poll": (told(BARRIER + RAISED, PLAIN_POLL), "or ld.acquire.sys"),
+    "a plain poll of the same GPU": (told(BARRIER + RAISED, PLAIN_POLL, **PROGRAMS), "or ld.acquire.gpu"),
     "a volatile poll": (
         told(BARRIER + RAISED, "while tl.load(flag, volatile=True) == 0:\n    pass"), "to tl.atomic_add"),
     "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "with release: change stores at"),
     "a plain signal and a plain poll": (
-        told(BARRIER + "tl.store(flag, 1)", "while tl.load(flag) == 0:\n    pass"),
+        told(BARRIER + "tl.store(flag, 1)", PLAIN_POLL),
         "; and signal with release: change stores at"),
     "fences of gpu scope": (
         told(BARRIER + 'fence("gpu")\n' + RELAXED[0], RELAXED[1] + '\nfence("gpu")'), 'scope="sys"'),
@@ -159,34 +159,7 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
     assert at.lines == raised.lines[1:]
 
 
-@pytest.mark.parametrize(
-    ("race", "first", "signal", "second", "said"),
-    [
-        ("write-read", "puts", "store (relaxed, sys)", "loads", "between the put and the signal"),
-        (
-            "write-write",
-            "puts",
-            "",
-            "puts",
-            "a fence or a quiet between the put and the later access",
-        ),
-        ("write-read", "stores", "", "loads", "both, such as a counter of programs"),
-    ],
-)
-def test_what_a_hint_asks_for(race: str, first: str, signal: str, second: str, said: str) -> None:
-    one, other = access(0, first, "a.py"), access(1, second, "b.py")
-    finding = Finding(race, one, other, "memory", 0, 1, 0, race)
-    if signal:
-        sent, seen = access(0, signal, "a.py"), access(1, "load (acquire, sys)", "b.py")
-        finding = replace(finding, signal=FailedSignal("memory", 0, 0, 1, sent, seen))
-    ask = hints.puts if (first, signal) == ("puts", "") else hints.release
-    assert said in ask(finding).text
-
-
-@pytest.mark.parametrize(("rank", "scope"), [(0, "gpu"), (1, "sys")])
-def test_a_hint_for_a_poll_has_a_scope_that_reaches(rank: int, scope: str) -> None:
-    store, load = access(0, "store (relaxed, sys)", "a.py"), access(rank, "loads", "b.py")
-    text = hints.missing(
-        Finding("mixed access", store, load, "m", 0, 1, 0, "mixed access"), True
-    ).text
-    assert f'scope="{scope}") or ld.acquire.{scope}' in text
+def test_a_hint_without_a_signal_names_atomics_that_acquire_and_release() -> None:
+    store, load = access(0, "stores", "a.py"), access(1, "loads", "b.py")
+    finding = Finding("write-read", store, load, "memory", 0, 1, 0, "write-read")
+    assert "both, such as a counter of programs" in hints.release(finding).text
