@@ -231,6 +231,17 @@ def test_plans_go_when_workspaces_grow() -> None:
     assert hits == [0, 0, 1, 1, 1, 1, 2, 3]
 
 
+@gpu_ranks(2, seed=3)
+def test_what_cannot_be_repeated_is_not_planned() -> None:
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        interlace.all_gather_matmul(x, w, algorithm="pipelined")
+        interlace.all_gather_matmul(x, w, algorithm="unfused")
+        gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
+        interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
+    assert len(own_plans()._plans) <= 4
+
+
 @WITH_FEW_QUEUES_TOO
 def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
     """No call may push into a workspace that peers may still read."""
