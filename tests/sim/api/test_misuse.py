@@ -362,6 +362,8 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
      r"output_split_sizes must .* got \[3, 2\]"),
     (lambda: interlace.all_gather_v(torch.ones(4), torch.ones(2), [1, 3]), ValueError,
      r"output\[.\] has shape \(.,\), tensor has \(2,\)"),
+    (lambda: interlace.broadcast(ONE.to_sparse(), 0), TypeError, "must be a strided tensor"),
+    (lambda: interlace.all_reduce(ONE.to("meta")), ValueError, "is on meta, the group's memory on cpu"),
     (lambda: interlace.all_reduce([ONE]), TypeError, "tensor must be a tensor, got list"),
     (lambda: interlace.all_gather(torch.ones(1).expand(4), ONE), ValueError, "output .* is expanded"),
     (lambda: interlace.all_reduce_coalesced(ONE), TypeError, "tensors must be a list, got Tensor"),
