@@ -236,6 +236,7 @@ def test_garbage_is_refused(kind: str) -> None:
     @example(deep)
     @example(records)
     @example(many)
+    @example(VALID[0] + b"more")
     @example(pickle.dumps(Evil()))
     def on(data: bytes) -> None:
         tried(data, decoders)
