@@ -155,7 +155,7 @@ def test_warnings_and_dispatch_are_left_as_they_were(seed: int) -> None:
 
     before = state()
     assert before[0] is not None
-    assert interlace.run(doubled, 2, seed=seed)[0].tolist() == [2.0, 4.0]
+    assert interlace.run(doubled, 3, seed=seed)[0].tolist() == [2.0, 4.0, 6.0]
     assert state() == before
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
