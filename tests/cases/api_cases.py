@@ -1,14 +1,16 @@
-"""The ranks' side of the API's tests, with plain torch and Python numbers as the reference."""
+"""The ranks' side of the API's tests. The reference of sums is ``fold`` (sim/core/test_reductions.py)."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import interlace
 import torch_names
 from cases import support_table
+from interlace.runtime.numerics import reductions
 
 LENGTHS = (3, 0, 5, 1)  # lengths of uneven parts along dim 0, by rank
 FEW = (torch.float32, torch.bool, torch.complex64)
@@ -33,9 +35,15 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert got.dtype == expected.dtype and got.shape == expected.shape, what
-    assert torch.equal(raw(got), raw(expected)), f"{what}: {got} is not {expected}"
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate parts of any dtype along dim 0."""
+    flat = torch.cat([raw(part) for part in parts]).view(parts[0].dtype)
+    return flat.view(-1, *parts[0].shape[1:])
+
+
+def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    assert torch.equal(raw(got), raw(expected)), f"{got} is not {expected}"
 
 
 def done(result: Any, async_op: bool) -> None:
@@ -46,172 +54,150 @@ def done(result: Any, async_op: bool) -> None:
         assert result is None
 
 
+def fills(
+    expected: Any, async_op: bool, call: Callable[..., Any], compare: Callable[..., None] = check
+) -> None:
+    """Check that ``call`` fills outputs that it gets with ``expected``: a tensor, or lists of tensors."""
+    out = tree_map(unlike, expected)
+    done(call(out, async_op=async_op), async_op)
+    for got, each in zip(tree_leaves(out), tree_leaves(expected), strict=True):
+        compare(got, each)
+
+
+def numbers_of_ranks() -> tuple[int, int]:
+    return interlace.get_rank(), interlace.get_world_size()
+
+
 # -- moving -------------------------------------------------------------------------------------------
 
 
-def parts_of(rank: int, world: int, call: int, tail: tuple[int, ...], dtype: Any) -> list[Any]:
-    """Return the parts of ``rank`` for each of the others; they are uneven along dim 0."""
-    return [bits(rank, 10 * call + r, (LENGTHS[r], *tail), dtype) for r in range(world)]
-
-
 def all_gather(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     shapes: list[tuple[int, ...]] = [(2, 3), (0, 2), (5,), ()]
     for call, shape in enumerate(shapes if dtype in FEW else shapes[:1]):
         parts = [bits(r, call, shape, dtype) for r in range(world)]
-        stack = torch.cat([raw(p) for p in parts]).view(dtype).view(world, *shape)
-        forms = [stack]
-        if shape:
-            forms.append(stack.view(world * shape[0], *shape[1:]))
-        for expected in forms:
-            out = unlike(expected)
-            done(interlace.all_gather(out, parts[rank], async_op=async_op), async_op)
-            check(out, expected, f"all_gather {dtype} {expected.shape}")
-        outs = [unlike(p) for p in parts]
-        done(interlace.all_gather(outs, parts[rank], async_op=async_op), async_op)
-        for out, expected in zip(outs, parts, strict=True):
-            check(out, expected, f"all_gather list {dtype}")
-        out = unlike(stack)
-        mine, nbytes = out[rank], stack.nbytes // world
-        raw(out)[rank * nbytes :][:nbytes].copy_(raw(parts[rank]))
-        done(interlace.all_gather(out, mine, async_op=async_op), async_op)
-        check(out, stack, f"all_gather in place {dtype}")
+        own, stack = parts[rank], torch.cat([raw(p) for p in parts]).view(dtype).view(world, *shape)
+
+        def gather(out: Any, own: torch.Tensor = own, **options: Any) -> Any:
+            return interlace.all_gather(out, own, **options)
+
+        def in_place(out: Any, own: torch.Tensor = own, **options: Any) -> Any:
+            raw(out[rank]).copy_(raw(own))
+            return interlace.all_gather(out, out[rank], **options)
+
+        for expected in (stack, parts, *([joined(parts)] if shape else [])):
+            fills(expected, async_op, gather)
+        fills(stack, async_op, in_place)
+
+
+def uneven(call: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the part of each rank."""
+    world = interlace.get_world_size()
+    return [bits(r, call, (LENGTHS[r], 2), dtype) for r in range(world)]
 
 
 def all_gather_v(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    parts = [bits(r, 3, (LENGTHS[r], 2), dtype) for r in range(world)]
-    sizes = list(LENGTHS[:world])
-    expected = torch.cat([raw(p) for p in parts]).view(dtype).view(-1, 2)
-    out = unlike(expected)
-    done(interlace.all_gather_v(out, parts[rank], sizes, async_op=async_op), async_op)
-    check(out, expected, "all_gather_v")
-    outs = [unlike(p) for p in parts]
-    done(interlace.all_gather_v(outs, parts[rank], async_op=async_op), async_op)
-    for got, want in zip(outs, parts, strict=True):
-        check(got, want, "all_gather_v list")
+    parts = uneven(3, dtype)
+    own, sizes = parts[interlace.get_rank()], list(LENGTHS[: len(parts)])
+    fills(joined(parts), async_op, lambda out, **o: interlace.all_gather_v(out, own, sizes, **o))
+    fills(parts, async_op, lambda outs, **o: interlace.all_gather_v(outs, own, **o))
 
 
 def gather(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     for root in {0, world - 1}:
-        parts = [bits(r, root, (LENGTHS[r], 2), dtype) for r in range(world)]
-        outs = [unlike(p) for p in parts] if rank == root else None
-        work = interlace.gather(parts[rank], outs, dst=root, async_op=async_op)
-        done(work, async_op)
-        for out, part in zip(outs or [], parts, strict=False):
-            check(out, part, "gather")
+        parts = uneven(root, dtype)
+
+        def call(outs: Any, root: int = root, parts: Any = parts, **options: Any) -> Any:
+            return interlace.gather(parts[rank], outs or None, dst=root, **options)
+
+        fills(parts if rank == root else [], async_op, call)
 
 
 def gather_v(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    root = world - 1
-    parts = [bits(r, 7, (LENGTHS[r], 2), dtype) for r in range(world)]
-    expected = torch.cat([raw(p) for p in parts]).view(dtype).view(-1, 2)
-    out, sizes = (unlike(expected), LENGTHS[:world]) if rank == root else (None, None)
-    done(interlace.gather_v(parts[rank], out, sizes, dst=root, async_op=async_op), async_op)
-    if out is not None:
-        check(out, expected, "gather_v")
+    rank, world = numbers_of_ranks()
+    root, parts = world - 1, uneven(7, dtype)
+
+    def call(out: Any, **options: Any) -> Any:
+        of_root = (out, LENGTHS[:world]) if rank == root else (None, None)
+        return interlace.gather_v(parts[rank], *of_root, dst=root, **options)
+
+    fills(joined(parts) if rank == root else [], async_op, call)
 
 
 def scatter(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     for root in {0, world - 1}:
-        parts = parts_of(root, world, root, (2,), dtype)
-        out = unlike(parts[rank])
-        given = parts if rank == root else None
-        done(interlace.scatter(out, given, src=root, async_op=async_op), async_op)
-        check(out, parts[rank], "scatter")
+        parts = uneven(root, dtype)
+
+        def call(out: Any, root: int = root, parts: Any = parts, **options: Any) -> Any:
+            return interlace.scatter(out, parts if rank == root else None, src=root, **options)
+
+        fills(parts[rank], async_op, call)
 
 
 def scatter_v(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    root = world - 1
-    parts = parts_of(root, world, 5, (2,), dtype)
-    whole = torch.cat([raw(p) for p in parts]).view(dtype).view(-1, 2)
-    out = unlike(parts[rank])
-    given = (whole, LENGTHS[:world]) if rank == root else (None, None)
-    done(interlace.scatter_v(out, *given, src=root, async_op=async_op), async_op)
-    check(out, parts[rank], "scatter_v")
+    rank, world = numbers_of_ranks()
+    root, parts = world - 1, uneven(5, dtype)
+    given = (joined(parts), LENGTHS[:world]) if rank == root else (None, None)
+    fills(parts[rank], async_op, lambda out, **o: interlace.scatter_v(out, *given, src=root, **o))
 
 
 def broadcast(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     shapes: list[tuple[int, ...]] = [(4, 3), (), (0,)]
     for call, shape in enumerate(shapes if dtype in FEW else shapes[:1]):
         for root in {0, world - 1}:
             expected = bits(root, call, shape, dtype)
             x = bits(root, call, shape, dtype) if rank == root else unlike(expected)
             done(interlace.broadcast(x, root, async_op=async_op), async_op)
-            check(x, expected, "broadcast")
+            check(x, expected)
 
 
-def lengths_between(sender: int, receiver: int) -> int:
-    return (2 * sender + 3 * receiver) % 4
+def between(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what this rank sends to each rank, and what it receives from each."""
+    rank, world = numbers_of_ranks()
 
+    def message(sender: int, receiver: int) -> torch.Tensor:
+        return bits(sender, 20 + receiver, ((2 * sender + 3 * receiver) % 4, 2), dtype)
 
-def _between(world: int, sender: int, receiver: int, dtype: torch.dtype) -> torch.Tensor:
-    shape = (lengths_between(sender, receiver), 2)
-    return bits(sender, 20 + receiver, shape, dtype)
+    return [message(rank, r) for r in range(world)], [message(s, rank) for s in range(world)]
 
 
 def all_to_all(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    expected = [_between(world, s, rank, dtype) for s in range(world)]
-    outs = [unlike(e) for e in expected]
-    ins = [_between(world, rank, r, dtype) for r in range(world)]
-    done(interlace.all_to_all(outs, ins, async_op=async_op), async_op)
-    for out, each in zip(outs, expected, strict=True):
-        check(out, each, "all_to_all")
+    sent, received = between(dtype)
+    fills(received, async_op, lambda outs, **o: interlace.all_to_all(outs, sent, **o))
 
 
-def _single(function: Callable[..., Any], dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    expected = [_between(world, s, rank, dtype) for s in range(world)]
-    ins = [_between(world, rank, r, dtype) for r in range(world)]
-    want = torch.cat([raw(e) for e in expected]).view(dtype).view(-1, 2)
-    given = torch.cat([raw(e) for e in ins]).view(dtype).view(-1, 2)
-    out = unlike(want)
-    received, sent = [len(e) for e in expected], [len(e) for e in ins]
-    done(function(out, given, received, sent, async_op=async_op), async_op)
-    check(out, want, function.__name__)
+def all_to_all_v(
+    dtype: torch.dtype, async_op: bool, function: Callable[..., Any] = interlace.all_to_all_v
+) -> None:
+    sent, received = between(dtype)
+    whole, sizes = joined(sent), [[len(part) for part in parts] for parts in (received, sent)]
+    fills(joined(received), async_op, lambda out, **o: function(out, whole, *sizes, **o))
 
 
 def all_to_all_single(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    _single(interlace.all_to_all_single, dtype, async_op)
+    rank, world = numbers_of_ranks()
+    all_to_all_v(dtype, async_op, interlace.all_to_all_single)
     even = [bits(r, 9, (2 * world,), dtype) for r in range(world)]
-    want = torch.cat([raw(e)[rank * 2 * dtype.itemsize :][: 2 * dtype.itemsize] for e in even])
-    out = unlike(want.view(dtype))
-    done(interlace.all_to_all_single(out, even[rank], async_op=async_op), async_op)
-    check(out, want.view(dtype), "all_to_all_single even")
-
-
-def all_to_all_v(dtype: torch.dtype, async_op: bool) -> None:
-    _single(interlace.all_to_all_v, dtype, async_op)
+    expected = joined([each[2 * rank : 2 * rank + 2] for each in even])
+    fills(expected, async_op, lambda out, **o: interlace.all_to_all_single(out, even[rank], **o))
 
 
 def all_gather_coalesced(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     shapes = [(2,), (3, 2)]
     parts = [[bits(r, call, s, dtype) for r in range(world)] for call, s in enumerate(shapes)]
-    outs = [[unlike(p) for p in each] for each in parts]
-    work = interlace.all_gather_coalesced(outs, [each[rank] for each in parts], async_op=async_op)
-    done(work, async_op)
-    for out, each in zip(outs, parts, strict=True):
-        for got, want in zip(out, each, strict=True):
-            check(got, want, "all_gather_coalesced")
+    own = [each[rank] for each in parts]
+    fills(parts, async_op, lambda outs, **o: interlace.all_gather_coalesced(outs, own, **o))
 
 
 def all_gather_into_tensor_coalesced(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     parts = [[bits(r, call, (4,), dtype) for r in range(world)] for call in range(2)]
-    wholes = [torch.cat([raw(p) for p in each]).view(dtype) for each in parts]
-    outs = [unlike(whole) for whole in wholes]
-    inputs = [each[rank] for each in parts]
-    done(interlace.all_gather_into_tensor_coalesced(outs, inputs, async_op=async_op), async_op)
-    for got, want in zip(outs, wholes, strict=True):
-        check(got, want, "all_gather_into_tensor_coalesced")
+    own, gather = [each[rank] for each in parts], interlace.all_gather_into_tensor_coalesced
+    fills([joined(each) for each in parts], async_op, lambda outs, **o: gather(outs, own, **o))
 
 
 # -- between two ranks --------------------------------------------------------------------------------
@@ -219,7 +205,7 @@ def all_gather_into_tensor_coalesced(dtype: torch.dtype, async_op: bool) -> None
 
 def send(dtype: torch.dtype, async_op: bool) -> None:
     """A ring, in an order that cannot block, of send and recv."""
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     if world == 1:
         return
     left, right = (rank - 1) % world, (rank + 1) % world
@@ -231,7 +217,7 @@ def send(dtype: torch.dtype, async_op: bool) -> None:
     else:
         assert interlace.recv(x) == left  # from any rank: only this one sends
         interlace.send(bits(rank, 1, (3, 2), dtype), right)
-    check(x, expected, "send")
+    check(x, expected)
 
 
 recv = send
@@ -239,7 +225,7 @@ recv = send
 
 def isend(dtype: torch.dtype, async_op: bool) -> None:
     """Send from each rank to each, itself included; the order of tags differs from the order of sends."""
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     works, pairs = [], []
     for tag in (0, 5):
         for peer in range(world):
@@ -254,7 +240,7 @@ def isend(dtype: torch.dtype, async_op: bool) -> None:
     for work in reversed(works):
         done(work, True)
     for x, expected, work, peer in pairs:
-        check(x, expected, "isend")
+        check(x, expected)
         assert work.source_rank() == peer
 
 
@@ -262,7 +248,7 @@ irecv = isend
 
 
 def batch_isend_irecv(dtype: torch.dtype, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     left, right = (rank - 1) % world, (rank + 1) % world
     expected = bits(left, 2, (5,), dtype)
     x = unlike(expected)
@@ -274,7 +260,7 @@ def batch_isend_irecv(dtype: torch.dtype, async_op: bool) -> None:
     )
     for work in works:
         done(work, True)
-    check(x, expected, "batch_isend_irecv")
+    check(x, expected)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
@@ -296,73 +282,27 @@ def numbers(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tenso
     return torch.randint(least, 100, (count,), generator=generator).to(dtype)
 
 
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda a, b: a + b,
-    "avg": lambda a, b: a + b,
-    "premul_sum": lambda a, b: a + b,
-    "product": lambda a, b: a * b,
-    "min": min,
-    "max": max,
-    "band": lambda a, b: a & b,
-    "bor": lambda a, b: a | b,
-    "bxor": lambda a, b: a ^ b,
-}
-_OF_BOOLS: dict[str, Callable[[list[bool]], bool]] = {
-    **{op: any for op in ("sum", "max", "bor")},
-    **{op: all for op in ("product", "min", "band", "avg")},
-    "bxor": lambda values: sum(values) % 2 == 1,
-}
 FACTOR = 0.5
 
 
 def reduced(op: str, terms: list[torch.Tensor]) -> torch.Tensor:
-    """The reduction in Python's numbers, wrapped or rounded into the dtype once."""
-    dtype, count = terms[0].dtype, len(terms)
-    if dtype == torch.complex32:
-        columns = zip(*[t.to(torch.complex64).tolist() for t in terms], strict=True)
-    elif dtype.is_floating_point:
-        columns = zip(*[t.double().tolist() for t in terms], strict=True)
-    else:
-        columns = zip(*[t.tolist() for t in terms], strict=True)
-    results: list[Any] = []
-    for column in columns:
-        if dtype == torch.bool:
-            results.append(_OF_BOOLS[op](list(column)) if count > 1 else column[0])
-            continue
-        if op == "premul_sum":
-            column = [value * FACTOR for value in column]
-        total = column[0]
-        for value in column[1:]:
-            total = _OF_TWO[op](total, value)
-        if op == "avg":
-            whole = not (dtype.is_floating_point or dtype.is_complex)
-            total = int(total / count) if whole else total / count
-        if not (dtype.is_floating_point or dtype.is_complex):
-            info = torch.iinfo(dtype)
-            total = (total - info.min) % (1 << info.bits) + info.min
-        results.append(total)
-    if dtype.is_complex:
-        return torch.tensor(results, dtype=torch.complex128).to(dtype)
-    if dtype.is_floating_point:
-        wide = torch.tensor(results, dtype=torch.float64)
-        return wide if dtype == torch.float64 else wide.float().to(dtype)
-    return torch.tensor(results, dtype=dtype)
+    if op == "premul_sum":
+        wide = torch.complex64 if terms[0].is_complex() else torch.float32
+        op, terms = "sum", [(term.to(wide) * FACTOR).to(term.dtype) for term in terms]
+    total = torch.empty_like(terms[0])
+    reductions.fold(op, terms, total)
+    return total
 
 
-def near(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare: only averages, and products that do not fit, may differ by roundings of the dtype."""
-    assert got.dtype == expected.dtype and got.shape == expected.shape, what
     if not (got.dtype.is_floating_point or got.dtype.is_complex):
-        assert got.tolist() == expected.tolist(), f"{what}: {got} is not {expected}"
+        check(got, expected)
         return
-    wide = torch.complex128 if got.dtype.is_complex else torch.float64
-    a, b = got.to(wide), expected.to(wide)
-    part = {torch.complex32: torch.float16, torch.complex64: torch.float32}.get(
-        got.dtype, got.dtype
-    )
-    part = torch.float64 if part == torch.complex128 else part
-    bound = 2 * torch.finfo(part).eps * b.abs() + torch.finfo(part).tiny
-    assert bool(((a - b).abs() <= bound).all()), f"{what}: {got} is not {expected}"
+    assert got.dtype == expected.dtype
+    info, wide = torch.finfo(got.dtype), torch.complex128 if got.is_complex() else torch.float64
+    bound = {"rtol": 2 * info.eps, "atol": info.tiny}
+    torch.testing.assert_close(got.to(wide), expected.to(wide), **bound)
 
 
 def reduce_op(op: str) -> Any:
@@ -370,82 +310,77 @@ def reduce_op(op: str) -> Any:
 
 
 def all_reduce(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     terms = [numbers(r, 1, 7, dtype) for r in range(world)]
     x = terms[rank].clone()
     done(interlace.all_reduce(x, reduce_op(op), async_op=async_op), async_op)
-    near(x, reduced(op, terms), f"all_reduce {op} {dtype}")
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return  # equal to one and so to each other
-    everyone = [torch.empty_like(x) for _ in range(world)]
-    interlace.all_gather(everyone, x)
-    for other in everyone:
-        check(other, x, "all_reduce: bits on all ranks")
+    near(x, reduced(op, terms))
+    on_ranks = [torch.empty_like(x) for _ in range(world)]
+    interlace.all_gather(on_ranks, x)
+    for other in on_ranks:  # all ranks have the same bits
+        check(other, x)
 
 
 def reduce(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     root = world - 1
     terms = [numbers(r, 2, 5, dtype) for r in range(world)]
     x = terms[rank].clone()
     done(interlace.reduce(x, root, reduce_op(op), async_op=async_op), async_op)
     if rank == root:
-        near(x, reduced(op, terms), f"reduce {op} {dtype}")
+        near(x, reduced(op, terms))
     else:
-        check(x, terms[rank], "reduce leaves other ranks' tensors")
+        check(x, terms[rank])
 
 
 def reduce_scatter(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     wholes = [numbers(r, 3, 4 * world, dtype).view(world, 2, 2) for r in range(world)]
-    expected = reduced(op, [w[rank].reshape(-1) for w in wholes]).view(2, 2)
-    mine = wholes[rank]
-    forms = (mine, mine.view(world * 2, 2), list(mine.unbind(0)))
+    expected, own = reduced(op, [whole[rank] for whole in wholes]), wholes[rank]
+    forms = (own, own.view(world * 2, 2), list(own.unbind(0)))
     for given in forms if dtype in FEW else forms[:1]:
-        out = unlike(mine[rank])
-        work = interlace.reduce_scatter(out, given, reduce_op(op), async_op=async_op)
-        done(work, async_op)
-        near(out, expected, f"reduce_scatter {op} {dtype}")
+
+        def call(out: torch.Tensor, given: Any = given, **options: Any) -> Any:
+            return interlace.reduce_scatter(out, given, reduce_op(op), **options)
+
+        fills(expected, async_op, call, near)
 
 
 def reduce_scatter_v(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     sizes = LENGTHS[:world]
     wholes = [numbers(r, 4, sum(sizes), dtype) for r in range(world)]
-    first = sum(sizes[:rank])
-    terms = [w[first : first + sizes[rank]] for w in wholes]
-    out = unlike(terms[rank].clone())
-    work = interlace.reduce_scatter_v(out, wholes[rank], sizes, reduce_op(op), async_op=async_op)
-    done(work, async_op)
-    near(out, reduced(op, terms), f"reduce_scatter_v {op} {dtype}")
+    given, expected = wholes[rank], reduced(op, [w.split(sizes)[rank] for w in wholes])
+
+    def call(out: torch.Tensor, **options: Any) -> Any:
+        return interlace.reduce_scatter_v(out, given, sizes, reduce_op(op), **options)
+
+    fills(expected, async_op, call, near)
 
 
 def all_reduce_coalesced(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    """The second call has tensors that share memory."""
+    rank, world = numbers_of_ranks()
     terms = [[numbers(r, call, 2 + call, dtype) for r in range(world)] for call in range(3)]
-    xs = [each[rank].clone() for each in terms]
-    done(interlace.all_reduce_coalesced(xs, reduce_op(op), async_op=async_op), async_op)
-    for x, each in zip(xs, terms, strict=True):
-        near(x, reduced(op, each), f"all_reduce_coalesced {op} {dtype}")
-    whole = terms[2][rank].clone()
-    done(
-        interlace.all_reduce_coalesced([whole, whole[1:]], reduce_op(op), async_op=async_op),
-        async_op,
-    )
-    near(whole, reduced(op, terms[2]), f"all_reduce_coalesced of shared memory {op} {dtype}")
+    own = [each[rank].clone() for each in terms]
+    whole = own[2].clone()
+    for tensors in (own, [whole, whole[1:]]):
+        work = interlace.all_reduce_coalesced(tensors, reduce_op(op), async_op=async_op)
+        done(work, async_op)
+    for got, each in zip((*own, whole), (*terms, terms[2]), strict=True):
+        near(got, reduced(op, each))
 
 
 def reduce_scatter_tensor_coalesced(dtype: torch.dtype, op: str, async_op: bool) -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
+    rank, world = numbers_of_ranks()
     wholes = [[numbers(r, c, 2 * world, dtype) for r in range(world)] for c in range(2)]
-    outs = [unlike(each[rank][:2].clone()) for each in wholes]
-    work = interlace.reduce_scatter_tensor_coalesced(
-        outs, [each[rank] for each in wholes], reduce_op(op), async_op=async_op
-    )
-    done(work, async_op)
-    for out, each in zip(outs, wholes, strict=True):
-        expected = reduced(op, [w[2 * rank : 2 * rank + 2] for w in each])
-        near(out, expected, f"reduce_scatter_tensor_coalesced {op} {dtype}")
+    given = [each[rank] for each in wholes]
+
+    def call(outs: list[torch.Tensor], **options: Any) -> Any:
+        return interlace.reduce_scatter_tensor_coalesced(outs, given, reduce_op(op), **options)
+
+    expected = [reduced(op, [w[2 * rank : 2 * rank + 2] for w in each]) for each in wholes]
+    fills(expected, async_op, call, near)
 
 
 # -- all of an operation ------------------------------------------------------------------------------
@@ -454,17 +389,14 @@ def reduce_scatter_tensor_coalesced(dtype: torch.dtype, op: str, async_op: bool)
 def serve(name: str, dtypes: tuple[torch.dtype, ...], *async_ops: bool) -> int:
     """Run operation ``name`` in all forms of its line in the table, and return the number of calls."""
     operation = next(each for each in support_table.OPERATIONS if each.name == name)
+    ops: tuple[str, ...] = support_table.REDUCE_OPS
+    if operation.payload == support_table.ANY:
+        ops = ("",)
     runs = 0
-    for async_op in async_ops:
-        if async_op and not operation.async_op:
-            continue
+    for async_op in async_ops if operation.async_op else (False,):
         for dtype in dtypes:
-            if operation.payload == support_table.ANY:
-                globals()[name](dtype, async_op)
-                runs += 1
-                continue
-            for op in support_table.REDUCE_OPS:
-                if support_table.defined(op, dtype):
-                    globals()[name](dtype, op, async_op)
+            for op in ops:
+                if not op or support_table.defined(op, dtype):
+                    globals()[name](dtype, *([op] if op else []), async_op)
                     runs += 1
     return runs

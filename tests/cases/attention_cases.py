@@ -61,7 +61,6 @@ class AttentionCase:
     scale: float | None = None
     tiles: tuple[int, int] = (16, 16)
     copiers: int = 1
-    lse: bool = True
 
     @property
     def documents(self) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from interlace.kernels import launch_formulas
 from interlace.ops.attention import blocks, head_exchange, key_transport
 from interlace.ops.attention.decode import DecodeProblem, decode_fused
 from interlace.ops.attention.problem import (
@@ -30,9 +31,7 @@ from interlace.ops.matmul import (
     launch_norms as normed,
     launch_reduce as matmul_reduce,
 )
-from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
-from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.configuration import Configuration, gpu_attention
 from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.tools.catalogue.absent_group import AbsentGroup
@@ -130,82 +129,59 @@ INNER = {"matmul_all_reduce": 4095}
 
 def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configuration) -> HostGroup:
     """Return the launches and leases of the host's part of ``op`` for ``shape``."""
-    communicator: Any = HostGroup(rank, len(shape.rows))
+    group: Any = HostGroup(rank, len(shape.rows))
     if op in LAUNCHES:
-        LAUNCHES[op](communicator, shape.rows, configuration)
-        return communicator  # type: ignore[no-any-return]
-    rows, columns, inner = list(shape.rows), shape.columns, INNER.get(op, 4096)
-    columns = 4096 if op.endswith("_norm") else columns  # slices are cut for the columns
-    first = [sum(rows[:owner]) for owner in range(len(rows))]
-    segments = list(zip(first, rows, strict=True))
-    if op == "all_gather_matmul":
-        linear = Linear(meta(inner, columns), None, meta(sum(rows), columns))
-        gather_matmul.all_gather_matmul_fused(
-            communicator, meta(rows[rank], inner), [linear], rows, None, configuration
-        )
-    elif op == "matmul_reduce_scatter":
-        half = torch.float16
-        bias = meta(columns, dtype=half)
-        output = meta(rows[rank], columns, dtype=half)
-        linear = Linear(meta(columns, inner, dtype=half).t(), bias, output)
-        matmul_reduce.matmul_reduce_scatter_fused(
-            communicator, meta(sum(rows), inner, dtype=half), linear, segments, configuration
-        )
-    elif op == "matmul_all_reduce":
-        single = torch.float32
-        weight = meta(inner, columns, dtype=single)
-        linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
-        input = meta(max(rows), inner, dtype=single)
-        matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
-    elif op == "matmul_all_to_all":
-        wide = columns * len(rows)
-        linear = Linear(meta(inner, wide), meta(wide), meta(sum(rows), columns))
-        input = meta(rows[rank], inner)
-        head_exchange.ToHeads(communicator, input, linear, rows).fused(configuration)
-    elif op == "all_to_all_matmul":
-        half = torch.float16
-        weight = meta(columns, inner * len(rows), dtype=half).t()
-        linear = Linear(weight, None, meta(rows[rank], columns, dtype=half))
-        input = meta(sum(rows), inner, dtype=half)
-        head_exchange.FromHeads(communicator, input, linear, rows).fused(configuration)
-    elif op.endswith("_norm"):
-        dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
-        own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]
-        kind = "layer" if op == "matmul_reduce_scatter_norm" else "rms"
-        vector, matrix = meta(columns, dtype=dtype), meta(own, columns, dtype=dtype)
-        norm = norms.RowNorm(kind, 1e-6, vector, vector if kind == "layer" else None)
-        quantize = OPTIONS[op].quantize
-        made = meta(own, columns, dtype=norms.QUANTIZED) if quantize else matrix
-        scale = meta(own, 1, dtype=torch.float32) if quantize == norms.BY_ROW else None
-        tail = norms.NormTail(norm, matrix, made, scale)
-        weight = meta(0 if op == "reduce_norm" else inner, columns, dtype=dtype)
-        bias = vector if kind == "layer" else None
-        linear = Linear(weight, bias, matrix, average=op == "reduce_norm", tail=tail)
-        if op == "matmul_all_reduce_norm":
-            input = meta(own, inner, dtype=dtype)
-            matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
-        elif op == "matmul_reduce_scatter_norm":
-            input = meta(sum(rows), inner, dtype=dtype)
-            whole = normed.WholeRows(meta(sum(rows), columns, dtype=made.dtype), None, None)
-            call = communicator, input, linear, segments, configuration, whole
-            matmul_reduce.matmul_reduce_scatter_fused(*call)
-        else:
-            input = meta(sum(rows), columns, dtype=dtype)
-            whole = normed.WholeRows(meta(sum(rows), columns, dtype=dtype), None, matrix)
-            call = communicator, op, input, linear, segments, configuration, whole
-            normed.reduce_fused(*call)
-    elif op == "all_gather":
-        plain.all_gather_kernel(
-            communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration
-        )
-    elif op == "reduce_scatter":
-        plain.reduce_scatter_kernel(
-            communicator, meta(sum(rows)), meta(rows[rank]), rows, configuration, average=True
-        )
+        LAUNCHES[op](group, shape.rows, configuration)
+    elif op.startswith("matmul") or op.endswith(("matmul", "norm")):
+        _fused(op, group, shape, configuration)
     else:
-        flat = meta(max(rows))
-        plain.all_reduce_kernel(communicator, flat, flat, configuration, average=False)
-    return communicator  # type: ignore[no-any-return]
+        _plain(op, group, shape.rows, configuration)
+    return group  # type: ignore[no-any-return]
+
+
+def _fused(op: str, group: Any, shape: Shape, configuration: Configuration) -> None:
+    rows, own, most = list(shape.rows), shape.rows[group.rank], max(shape.rows)
+    columns = 4096 if op.endswith("_norm") else shape.columns  # slices are cut for the columns
+    options = replace(OPTIONS[op], columns=columns, inner=INNER.get(op, 4096))
+    operands, segments = MatmulVariant(**vars(options)), launch_formulas.segments_of(rows)
+    whole: Any = ()
+    if op == "all_gather_matmul":
+        input, linear = operands.tensors(own)
+        linear.output = meta(sum(rows), columns)
+        call = group, input, [linear], rows, None, configuration
+        gather_matmul.all_gather_matmul_fused(*call)
+    elif op == "matmul_all_to_all":
+        input, linear = replace(operands, columns=columns * len(rows)).tensors(own)
+        linear.output = meta(sum(rows), columns)
+        head_exchange.ToHeads(group, input, linear, rows).fused(configuration)
+    elif op == "all_to_all_matmul":
+        _, linear = replace(operands, inner=operands.inner * len(rows)).tensors(own)
+        input = meta(sum(rows), operands.inner, dtype=operands.torch_dtype)
+        head_exchange.FromHeads(group, input, linear, rows).fused(configuration)
+    elif op.startswith("matmul_all_reduce"):
+        input, linear = operands.tensors(most)
+        linear = operands.normed(linear, most)[0] if op.endswith("_norm") else linear
+        matmul_reduce.matmul_all_reduce_fused(group, input, linear, configuration)
+    else:
+        input, linear = operands.tensors(sum(rows))
+        linear.output = linear.output[:own]
+        if op.endswith("_norm"):
+            linear, *whole = operands.normed(linear, own)
+        if op == "reduce_norm":
+            normed.reduce_fused(group, op, input, linear, segments, configuration, *whole)
+        else:
+            call = group, input, linear, segments, configuration, *whole
+            matmul_reduce.matmul_reduce_scatter_fused(*call)
+
+
+def _plain(op: str, group: Any, rows: Sequence[int], configuration: Configuration) -> None:
+    own, most, total = meta(rows[group.rank]), meta(max(rows)), meta(sum(rows))
+    if op == "all_gather":
+        plain.all_gather_kernel(group, own, apart(sum(rows)), rows, configuration)
+    elif op == "reduce_scatter":
+        plain.reduce_scatter_kernel(group, total, own, rows, configuration, average=True)
+    else:
+        plain.all_reduce_kernel(group, most, most, configuration, average=False)
 
 
 def apart(elements: int) -> Any:
@@ -216,9 +192,8 @@ def apart(elements: int) -> Any:
 
 
 def _low_latency_norm(group: Any, rows: Any, configuration: Configuration) -> None:
-    matrix = meta(TOKENS, 4096)
-    tail = norms.NormTail(norms.RowNorm("rms", 1e-6, matrix[0]), matrix, matrix, None)
-    linear = Linear(meta(0, 4096), None, matrix, tail=tail)
+    operands, matrix = MatmulVariant(), meta(TOKENS, 4096)
+    linear, _ = operands.normed(operands.tensors(TOKENS)[1], TOKENS)
     normed.RowReduction(group, "all_reduce_norm", matrix, linear, None, None).low_latency()
 
 

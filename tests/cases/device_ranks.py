@@ -18,16 +18,21 @@ NANOSECONDS = 1_000_000
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def fused_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
+def by(op: str, algorithm: str, **options: Any) -> Op:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return getattr(interlace, op)(x, w, algorithm=algorithm, **options)  # type: ignore[no-any-return]
+
+    call.__name__ = f"{op}_{algorithm}"
+    return call
 
 
-def pipelined_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, w, algorithm="pipelined")
-
-
-def unfused_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, w, algorithm="unfused")
+fused_gather, pipelined_gather, unfused_gather = (
+    by("all_gather_matmul", algorithm) for algorithm in ("fused", "pipelined", "unfused")
+)
+fused_scatter, pipelined_scatter = (
+    by("matmul_reduce_scatter", algorithm) for algorithm in ("fused", "pipelined")
+)
+reduced_product = by("matmul_all_reduce", "fused")
 
 
 def gather_with_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -39,29 +44,18 @@ def asynchronous_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True).wait()
 
 
-def fused_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
+def in_place(op: str, *rest: Any, parts: int = 1, **options: Any) -> Op:
+    """Return a collective on a copy of its input, which may be cut into parts."""
 
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        for part in out.chunk(parts):
+            work = getattr(interlace, op)(part, *rest, **options)
+            if work is not None:
+                work.wait()
+        return out
 
-def pipelined_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="pipelined")
-
-
-def reduced_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_all_reduce(x, w, algorithm="fused")
-
-
-def all_reduce(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    interlace.all_reduce(out, algorithm="kernel")
-    return out
-
-
-def all_reduce_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    for part in out.chunk(SMALL_PARTS):
-        interlace.all_reduce(part, algorithm="low_latency")
-    return out
+    return call
 
 
 def all_gather_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -71,19 +65,6 @@ def all_gather_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         interlace.all_gather(out, part, algorithm="low_latency")
         parts.append(out)
     return torch.cat(parts, 1).view(-1, x.shape[1])
-
-
-def broadcast_low_latency(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    for part in out.chunk(SMALL_PARTS):
-        interlace.broadcast(part, 1, algorithm="low_latency")
-    return out
-
-
-def all_reduce_by_copies(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    interlace.all_reduce(out, algorithm="copy", async_op=True).wait()  # type: ignore[union-attr]
-    return out
 
 
 def all_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -101,12 +82,6 @@ def reduce_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def all_to_all(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     interlace.all_to_all_single(out, x)
-    return out
-
-
-def broadcast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    interlace.broadcast(out, 1, algorithm="copy")
     return out
 
 
@@ -174,33 +149,36 @@ def expert_layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return interlace.grouped_matmul_combine(received.x, weight, handle, algorithm="fused")
 
 
+IN_PARTS: Any = {"parts": SMALL_PARTS, "algorithm": "low_latency"}
 OPS: dict[str, Op] = {
-    op.__name__: op
-    for op in (
-        fused_gather, pipelined_gather, unfused_gather, gather_with_input, asynchronous_gather,
-        fused_scatter, pipelined_scatter, reduced_product, all_reduce, all_reduce_by_copies,
-        all_gather, reduce_scatter, all_to_all, broadcast, grouped_exchange, grouped_gather,
-        all_reduce_low_latency, all_gather_low_latency, broadcast_low_latency,
-        expert_rows, expert_products, expert_layer,
-    )
-}  # fmt: skip
-
-
+    "fused_gather": fused_gather,
+    "pipelined_gather": pipelined_gather,
+    "unfused_gather": unfused_gather,
+    "asynchronous_gather": asynchronous_gather,
+    "fused_scatter": fused_scatter,
+    "pipelined_scatter": pipelined_scatter,
+    "reduced_product": reduced_product,
+    "gather_with_input": gather_with_input,
+    "all_reduce": in_place("all_reduce", algorithm="kernel"),
+    "all_reduce_by_copies": in_place("all_reduce", algorithm="copy", async_op=True),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "broadcast": in_place("broadcast", 1, algorithm="copy"),
+    "grouped_exchange": grouped_exchange,
+    "grouped_gather": grouped_gather,
+    "all_reduce_low_latency": in_place("all_reduce", **IN_PARTS),
+    "all_gather_low_latency": all_gather_low_latency,
+    "broadcast_low_latency": in_place("broadcast", 1, **IN_PARTS),
+    "expert_rows": expert_rows,
+    "expert_products": expert_products,
+    "expert_layer": expert_layer,
+}
 REPLAYED = [
-    "fused_gather",
-    "asynchronous_gather",
-    "fused_scatter",
-    "reduced_product",
-    "all_reduce",
-    "all_reduce_by_copies",
-    "all_to_all",
-    "grouped_exchange",
-    "all_reduce_low_latency",
-    "all_gather_low_latency",
-    "broadcast_low_latency",
-    "expert_rows",
-    "expert_layer",
-]
+    "fused_gather", "asynchronous_gather", "fused_scatter", "reduced_product", "all_reduce",
+    "all_reduce_by_copies", "all_to_all", "grouped_exchange", "all_reduce_low_latency",
+    "all_gather_low_latency", "broadcast_low_latency", "expert_rows", "expert_layer",
+]  # fmt: skip
 
 
 def input_of(rank: int, call: int) -> torch.Tensor:

@@ -149,15 +149,6 @@ def test_a_strided_output_leaves_the_gaps_alone(async_op: bool) -> None:
         assert (whole[:, 1::2] == -1).all()
 
 
-def test_all_to_all_into_its_own_input() -> None:
-    def on_rank() -> list[float]:
-        x = torch.arange(4.0) + 10 * interlace.get_rank()
-        interlace.all_to_all_single(x, x)
-        return x.tolist()
-
-    assert interlace.run(on_rank, 2) == [[0, 1, 10, 11], [2, 3, 12, 13]]
-
-
 @ranks(2, place="sim")
 def test_parts_along_another_dim() -> None:
     rank, world = numbers()

@@ -1,24 +1,27 @@
 """Arrays of other libraries as arguments: taken by DLPack without a copy, results written in place."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import interlace
+from cases import api_cases, support_table
 from ranks import ranks
+from stand_ins.replaced import replaced
 
-WORLD_SIZE = 3
 LENGTH = 4
 
 
 class Array:
     """An array that has only DLPack's two methods."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = np.array(data, dtype=np.float32)
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.data.__dlpack__(**options)
@@ -32,17 +35,25 @@ class Broken(Array):
         raise BufferError("on another planet")
 
 
-def values(array: Any) -> Any:
-    if isinstance(array, (list, tuple)):
-        return [values(each) for each in array]
-    return None if array is None else (array.data if isinstance(array, Array) else array).tolist()
+Make = Callable[[np.ndarray], Any]
 
 
-def of_numpy(data: Any) -> Any:
-    return np.array(data, dtype=np.float32)
+class OfArrays:
+    """``interlace`` with functions that get an array over the memory of each tensor."""
 
+    def __init__(self, make: Make) -> None:
+        self._make = make
 
-Make = Callable[[Any], Any]
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(interlace, name)
+        if not inspect.isfunction(function):
+            return function
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = tree_map_only(torch.Tensor, lambda x: self._make(x.numpy()), (args, options))
+            return function(*given[0], **given[1])
+
+        return call
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -50,114 +61,33 @@ def numbers(*shape: int) -> np.ndarray:
     return (10 * rank + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
 
-def zeros(*shape: int) -> np.ndarray:
-    return np.zeros(shape, dtype=np.float32)
+NAMES = [
+    each.name
+    for each in support_table.OPERATIONS
+    if each.payload in (support_table.ANY, support_table.REDUCED)
+    and each.name not in ("recv", "irecv", "batch_isend_irecv")
+]
+WAYS = pytest.mark.parametrize("make", [np.asarray, Array], ids=["numpy", "DLPack alone"])
 
 
-def several(arrays: Any, make: Make) -> list[Any]:
-    return [make(array) for array in arrays]
-
-
-def parts() -> list[np.ndarray]:
-    return [numbers(LENGTH) + rank for rank in range(WORLD_SIZE)]
-
-
-def asynchronously(x: Any) -> None:
-    work = interlace.all_reduce(x, async_op=True)
-    assert work is not None
-    work.wait()
-
-
-def messages(x: Any, own: Any) -> None:
-    if interlace.get_rank() == 0:
-        interlace.send(own, 1)
-    elif interlace.get_rank() == 1:
-        interlace.recv(x, 0)
-
-
-def gather(x: Any, own: Any) -> None:
-    interlace.gather(own, x if interlace.get_rank() == 0 else None, 0)
-
-
-def scatter(x: Any, given: Any) -> None:
-    interlace.scatter(x, given if interlace.get_rank() == 1 else None, 1)
-
-
-IN_PLACE: dict[str, Callable[[Any], Any]] = {
-    "all_reduce": interlace.all_reduce,
-    "all_reduce, asynchronously": asynchronously,
-    "broadcast": lambda x: interlace.broadcast(x, 1),
-    "reduce": lambda x: interlace.reduce(x, 2),
-}
-INTO: dict[str, tuple[Callable[[Any, Any], Any], Callable[[], Any], Callable[[], Any]]] = {
-    "all_gather": (interlace.all_gather, lambda: zeros(WORLD_SIZE * LENGTH), lambda: numbers(LENGTH)),
-    "all_gather, stacked": (
-        interlace.all_gather, lambda: zeros(WORLD_SIZE, LENGTH), lambda: numbers(LENGTH)
-    ),
-    "all_gather, a list": (
-        interlace.all_gather, lambda: [zeros(LENGTH)] * WORLD_SIZE, lambda: numbers(LENGTH)
-    ),
-    "reduce_scatter": (
-        interlace.reduce_scatter, lambda: zeros(LENGTH), lambda: numbers(WORLD_SIZE * LENGTH)
-    ),
-    "reduce_scatter, a list": (interlace.reduce_scatter, lambda: zeros(LENGTH), parts),
-    "gather": (gather, lambda: [zeros(LENGTH)] * WORLD_SIZE, lambda: numbers(LENGTH)),
-    "scatter": (scatter, lambda: zeros(LENGTH), parts),
-    "all_to_all": (interlace.all_to_all, lambda: [zeros(LENGTH)] * WORLD_SIZE, parts),
-    "all_to_all_single": (
-        interlace.all_to_all_single,
-        lambda: zeros(WORLD_SIZE * LENGTH),
-        lambda: numbers(WORLD_SIZE * LENGTH),
-    ),
-    "messages": (messages, lambda: zeros(LENGTH), lambda: numbers(LENGTH)),
-}  # fmt: skip
-"""The op on an output and an input, and what makes these."""
-MATMULS: dict[str, Callable[[Make], Any]] = {
-    "all_gather_matmul": lambda make: interlace.all_gather_matmul(
-        make(numbers(2, 8)), make(np.ones((8, 3))), bias=make(np.arange(3))
-    ),
-    "matmul_reduce_scatter": lambda make: interlace.matmul_reduce_scatter(
-        make(numbers(6, 8)), make(np.ones((8, 3)))
-    ),
-    "matmul_all_reduce": lambda make: interlace.matmul_all_reduce(
-        make(numbers(6, 8)), make(np.ones((8, 3)))
-    ),
-}
-
-
-def called(name: str, make: Make) -> Any:
-    """Return the result of the op, or its output."""
-    if name in MATMULS:
-        return values(MATMULS[name](make))
-    if name in IN_PLACE:
-        x = make(numbers(LENGTH))
-        IN_PLACE[name](x)
-        return values(x)
-    op, *operands = INTO[name]
-    made = [
-        several(array, make) if isinstance(array, list) else make(array)
-        for array in (each() for each in operands)
-    ]
-    op(*made)
-    return values(made[0])
-
-
-@pytest.mark.parametrize("make", [of_numpy, Array], ids=["numpy", "DLPack alone"])
-@pytest.mark.parametrize("name", [*IN_PLACE, *INTO, *MATMULS])
-@ranks(WORLD_SIZE, place="sim")
+@WAYS
+@pytest.mark.parametrize("name", NAMES)
 def test_arrays_are_taken_as_tensors_are(name: str, make: Make) -> None:
-    arrays = called(name, make)
-    assert arrays == called(name, lambda data: torch.tensor(data, dtype=torch.float32))
-    written = {"gather": 0, "messages": 1}.get(name, interlace.get_rank())
-    assert torch.tensor(arrays).any() or written != interlace.get_rank()
+    with replaced((api_cases, "interlace", OfArrays(make))):
+        interlace.run(api_cases.serve, 3, name, (torch.float32,), False, True)
 
 
-@ranks(2, place="sim")
-def test_memory_is_shared_not_copied() -> None:
-    x = numbers(LENGTH)
-    view = x[:]
-    interlace.all_reduce(x)
-    assert (view == x).all() and np.shares_memory(view, x)
+@WAYS
+@ranks(3, place="sim")
+def test_fused_ops_take_arrays(make: Make) -> None:
+    operands, bias = (numbers(6, 8), np.ones((8, 3), np.float32)), np.arange(3, dtype=np.float32)
+    for op in (
+        interlace.all_gather_matmul,
+        interlace.matmul_reduce_scatter,
+        interlace.matmul_all_reduce,
+    ):
+        right = op(*map(torch.tensor, operands), bias=torch.tensor(bias))
+        assert torch.equal(op(*map(make, operands), bias=make(bias)), right)
 
 
 @ranks(2, place="sim")
@@ -184,9 +114,7 @@ def test_negative_strides_are_refused(order: Any, kind: str) -> None:
     """torch ends the process at such an array."""
     backwards: Any = numbers(4, 2)[order]
     if kind == "gpu":
-        holder = OfGpu(0)
-        holder.data = backwards
-        backwards = holder
+        backwards = OfGpu(backwards)
     name = rf"tensor is a {type(backwards).__name__} with negative strides .* \(on rank"
     with pytest.raises(ValueError, match=name):
         interlace.all_reduce(backwards)
@@ -202,12 +130,6 @@ def test_negative_strides_are_refused(order: Any, kind: str) -> None:
 
 @ranks(2, place="sim")
 def test_an_array_that_cannot_be_imported_is_named_on_every_rank() -> None:
-    x: Any = Broken([1.0]) if interlace.get_rank() == 1 else torch.ones(1)
+    x: Any = Broken(numbers(1)) if interlace.get_rank() == 1 else torch.ones(1)
     with pytest.raises(TypeError, match=r"a Broken that cannot be taken as a tensor: "):
         interlace.all_reduce(x)
-
-
-@ranks(2, place="sim")
-def test_what_is_no_array_is_refused_as_before() -> None:
-    with pytest.raises(TypeError, match=r"tensor must be a tensor, got str \(on rank [01]\)"):
-        interlace.all_reduce("text")  # type: ignore[arg-type]

@@ -109,7 +109,6 @@ WRONG: dict[str, Case] = {
     "input sparse": (lambda: ag(W22.to_sparse(), W22), TypeError, "input must be a strided tensor"),
     "input negated": (lambda: ag(torch._neg_view(W22), W22), ValueError, "input is lazily negated"),
     "weight type": (lambda: ag(W22, None), TypeError, "weight must be a tensor .*got NoneType"),
-    "weight empty": (lambda: ag(W22, []), TypeError, "weight must be a tensor or a non-empty sequence"),
     "weight in list": (lambda: ag(W22, [W22, 3]), TypeError, r"weight\[1\] must be a tensor, got int"),
     "weight 3-D": (lambda: rs(W22, torch.ones(1, 2, 2)), ValueError, r"weight .*\(1, 2, 2\)"),
     "weight rows": (lambda: ar(W22, torch.ones(3, 2)),
@@ -130,28 +129,19 @@ WRONG: dict[str, Case] = {
     "gather_dim low": (lambda: ag(W22, W22, gather_dim=-3), ValueError, "gather_dim .*got -3"),
     "gather_dim bool": (lambda: ag(W22, W22, gather_dim=True),
      TypeError, "gather_dim must be an int, got True"),
-    "gather_dim float": (lambda: ag(W22, W22, gather_dim=0.0), TypeError, "gather_dim must be an int"),
     "scatter_dim": (lambda: rs(W22, W22, scatter_dim=5), ValueError, "scatter_dim .*got 5"),
     "algorithm": (lambda: ag(W22, W22, algorithm="fast"),
      ValueError, "algorithm must be one of .*got 'fast'"),
-    "algorithm None": (lambda: ag(W22, W22, algorithm=None), ValueError, "algorithm must be one of"),
     "fused along k": (lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"), ValueError,
      "algorithm='fused' cannot .* gather_dim=1"),
     "fused float64": (lambda: rs(W22.double(), W22.double(), algorithm="fused"), TypeError,
      'algorithm="fused" supports float32.* input is torch.float64'),
-    "fused out float64": (lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"), TypeError,
-     "out_dtype is torch.float64"),
-    "reduce_op": (lambda: rs(W22, W22, reduce_op="max"),
-     ValueError, "reduce_op must be one of sum, avg, got 'max'"),
     "op": (lambda: interlace.all_reduce(W22, "mean"),
      ValueError, "op must be one of sum, avg, .*got 'mean'"),
     "kernel max": (lambda: interlace.all_reduce(W22, dist.ReduceOp.MAX, algorithm="kernel"),
      ValueError, 'algorithm="kernel" reduces with op sum or avg, got .max.'),
     "out_dtype": (lambda: ag(W22, W22, out_dtype="float32"),
      TypeError, "out_dtype must be a torch.dtype"),
-    "out_dtype int": (lambda: ag(W22, W22, out_dtype=torch.int8),
-     TypeError, "out_dtype must be float32"),
-    "group": (lambda: ag(W22, W22, group="world"), ValueError, "no group named 'world'"),
     "group type": (lambda: ag(W22, W22, group=3.5), TypeError, "group must be None, .*got 3.5 .float"),
     "non-member": (lambda: ag(W22, W22, group=dist.GroupMember.NON_GROUP_MEMBER),
      ValueError, "not a member"),
@@ -172,16 +162,10 @@ WRONG: dict[str, Case] = {
      r"input must have shape \(6,\) or \(2, 3\).*got \(4,\)"),
     "max of complex": (lambda: interlace.all_reduce(torch.ones(2).cfloat(), "max"),
      TypeError, "tensor of dtype torch.complex64 cannot be reduced with op 'max'"),
-    "bits of floats": (lambda: interlace.reduce(torch.ones(2), 0, "bxor"),
-     TypeError, "reduce: tensor of dtype torch.float32 cannot be reduced with op 'bxor'"),
     "premul of ints": (lambda: interlace.all_reduce(torch.ones(2).int(), torch_names.premul_sum(2.0)),
      TypeError, "op premul_sum needs floating or complex tensor, got torch.int32"),
     "premul_sum alone": (lambda: interlace.all_reduce(W22, "premul_sum"),
      ValueError, "premul_sum needs its factor"),
-    "ranks twice": (lambda: interlace.new_group([0, 0]),
-     ValueError, r"ranks must be distinct, .*\[0, 0\]"),
-    "ranks outside": (lambda: interlace.new_group([0, 2]), ValueError, r"within 0\.\.1, got \[0, 2\]"),
-    "ranks bool": (lambda: interlace.new_group([True, False]), TypeError, "ranks must be ints"),
 }  # fmt: skip
 
 
@@ -224,9 +208,7 @@ def test_a_wrong_argument(name: str) -> None:
 RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.run(rank, 2, place="moon"), ValueError, "place must be one of sim.*'moon'"),
     (lambda: interlace.run(rank, 0), ValueError, r"world_size must be within 1\.\..*got 0"),
-    (lambda: interlace.run(rank, -1), ValueError, "got -1"),
     (lambda: interlace.run(rank, True), TypeError, "world_size must be an int, got True"),
-    (lambda: interlace.run(rank, 2.0), TypeError, "world_size must be an int, got 2.0"),
     (lambda: interlace.run(3, 2), TypeError, "fn must be callable, got int"),
     (lambda: interlace.run(rank, 2, place="hosts"), ValueError, 'place "hosts" needs processes'),
     (lambda: interlace.run(rank, 2, place="nvshmem"), ValueError, "started by torchrun or joined"),
@@ -303,17 +285,6 @@ def test_actors_without_ray() -> None:
         on_ray.run(rank, 0)
 
 
-@ranks(2, place="sim")
-def test_a_monitored_barrier_of_less_than_no_time() -> None:
-    with pytest.raises(ValueError) as caught:
-        interlace.monitored_barrier(timeout=5 - 6 * rank())
-    interlace.barrier()
-    if rank() == 1:
-        assert str(caught.value) == "timeout must not be negative, got -1 (on rank 1)"
-    else:
-        assert "rank 1 cannot take part" in str(caught.value)
-
-
 def test_timeouts_do_nothing_where_is_no_clock() -> None:
     """A rank may come after any number of steps; if it never comes, the error is a deadlock."""
 
@@ -326,19 +297,6 @@ def test_timeouts_do_nothing_where_is_no_clock() -> None:
     interlace.run(on_rank, 2, True)
     with pytest.raises(interlace.DeadlockError):
         interlace.run(on_rank, 2, False)
-
-
-@ranks(2, place="sim")
-def test_what_is_no_group_and_no_name_is_named() -> None:
-    wrong: Any = 5
-    with pytest.raises(TypeError, match=r"name must be a str or None, got 5 \(on rank"):
-        interlace.new_group(name=wrong)
-    with pytest.raises(TypeError, match=r"group must be None, a group .*, got 5 \(int\)"):
-        interlace.barrier(wrong)
-    # the others name once the rank that cannot take part
-    with pytest.raises(TypeError) as caught:
-        interlace.all_reduce(torch.ones(1) if rank() == 0 else wrong)
-    assert str(caught.value).count("rank 1") == 1, caught.value
 
 
 @pytest.mark.parametrize(("case", "kind", "pattern"), RUNS)
@@ -421,7 +379,6 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "number of objects differs between ranks: 1 on rank 0, 2 on rank 1"),
     (lambda: interlace.send(ONE, interlace.get_rank()), ValueError, "dst must be another rank"),
     (lambda: interlace.isend(ONE, tag=0), ValueError, "pass dst or group_dst"),
-    (lambda: interlace.isend(ONE, 0, tag="x"), TypeError, "tag must be an int, got 'x'"),
     (lambda: interlace.isend(ONE, 0, tag=True), TypeError, r"tag must be an int, got True \(on rank"),
     (lambda: interlace.irecv(ONE.clone(), 0, tag=2**31), ValueError, r"tag must be within .* \(on rank"),
     (lambda: interlace.batch_isend_irecv([interlace.P2POp(interlace.isend, ONE, 0, tag=-1)]), ValueError,
@@ -430,7 +387,6 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.batch_isend_irecv([3]), ValueError, r"p2p_op_list\[0\] must be a P2POp, got int"),
     (lambda: interlace.P2POp(interlace.send, ONE, 0), ValueError, "op must be isend or irecv"),
     (lambda: interlace.barrier(device_ids=0), TypeError, "device_ids must be a list of ints, got 0"),
-    (lambda: interlace.new_group([0], timeout=0), ValueError, "timeout must be positive, got 0"),
     (lambda: interlace.new_group([0, 1], name="0"), ValueError, "there is a group named '0'"),
     (lambda: interlace.new_subgroups(3), ValueError, "divide world size 2, got 3"),
     (lambda: interlace.new_subgroups_by_enumeration([[0], [0]]), ValueError, "rank 0 is in two of"),
@@ -443,38 +399,6 @@ WRONG_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_misuse(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         call()
-
-
-def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
-    calls: list[Callable[[bool], Any]] = [
-        lambda bad: interlace.all_reduce("no" if bad else ONE.clone()),
-        lambda bad: interlace.broadcast(ONE.clone(), 9 if bad else 0),
-        lambda bad: interlace.all_gather([ONE.clone() for _ in range(1 if bad else 2)], ONE),
-        lambda bad: interlace.reduce_scatter(ONE.clone(), torch.ones(5 if bad else 4)),
-        lambda bad: interlace.gather(ONE, None if bad else [ONE.clone(), ONE.clone()], 1)
-        if interlace.get_rank() == 1 else interlace.gather(ONE, None, 1),
-        lambda bad: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [3, 3] if bad else None),
-        lambda bad: interlace.all_gather_v(torch.ones(4), ONE, [4, 4] if bad else [2, 2]),
-        lambda bad: interlace.all_reduce_coalesced([3] if bad else [ONE.clone()]),
-        lambda bad: interlace.gather_object(lambda: 1 if bad else 2, None, 0)
-        if bad else interlace.gather_object(1, [None] * 2, 0),
-    ]  # fmt: skip
-
-    def on_rank() -> list[str]:
-        texts = []
-        for call in calls:
-            with pytest.raises((TypeError, ValueError)) as caught:
-                call(interlace.get_rank() == 1)
-            texts.append(str(caught.value))
-            x = torch.ones(2)
-            interlace.all_reduce(x)
-            assert x.tolist() == [2, 2]
-        return texts
-
-    first, second = interlace.run(on_rank, 2)
-    for theirs, own in zip(first, second, strict=True):
-        assert "rank 1 cannot take part" in theirs
-        assert own.endswith(" (on rank 1)") and own.removesuffix(" (on rank 1)") in theirs
 
 
 @pytest.mark.parametrize(

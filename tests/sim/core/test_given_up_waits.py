@@ -119,6 +119,7 @@ def seen(op: str) -> Seen:
     with override(**TILES), replaced(*noting):
         interlace.run(OPS[op].call, 2)
     (made,), (buffer,) = launches, buffers
+    assert made.name == f"{op}_kernel"
     return Seen(made, buffer, [part.clone() for part in buffer.peer_bytes])
 
 
@@ -265,8 +266,3 @@ def test_a_kernel_that_goes_on_is_seen(file: str, credit: str, tmp_path: pathlib
     with mutated(Mutant(f"goes on {file}", f"kernels/{file}.py", (edit,)), tmp_path):
         for op in ops:
             assert run_again(op, credit=0) == (True, True), op
-
-
-def test_the_names_of_arguments_are_not_made_up() -> None:
-    for op in OPS:
-        assert seen(op).launch.name == f"{op}_kernel"

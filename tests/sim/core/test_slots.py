@@ -22,7 +22,6 @@ from interlace.runtime.core.launch import (
     compiled_with,
     join_leaves,
     leaves,
-    outside,
     specialise,
 )
 from interlace.runtime.core.memory import WORD
@@ -202,11 +201,6 @@ def test_taken_apart_and_put_together() -> None:
     assert join_leaves({"table.1": None}) == {
         "table": (None,)
     }  # the constant part of (tensor, None)
-
-
-def test_names_outside() -> None:
-    names = ["input_ptr", "input_stride", "sends_ptr", "num_sends"]
-    assert list(outside(ARGUMENTS)) == [*names, "peers_ptr", "rank", "world_size", "N"]
 
 
 def _tritons(value: Any) -> Any:

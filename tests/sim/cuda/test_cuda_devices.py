@@ -20,7 +20,7 @@ from interlace.groups.groups import default_group
 from interlace.process_group import group as process_group
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.places.gpu import driver as cuda_driver
-from interlace.runtime.places.gpu.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
+from interlace.runtime.places.gpu.driver import Driver
 from interlace.runtime.tuning import tuning as auto
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu, end_current_stream
@@ -193,15 +193,6 @@ def test_the_alarm_has_a_stream_of_its_own() -> None:
 def test_an_old_driver_is_refused() -> None:
     with pytest.raises(AttributeError):
         Driver(ctypes.CDLL(None))
-
-
-def test_numbers_are_those_of_nvidias_bindings() -> None:
-    bindings = pytest.importorskip("cuda.bindings.driver")
-    assert int(bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT) == FENCED
-    assert int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING) == APART
-    name = "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"
-    assert int(getattr(bindings.CUdevice_attribute, name)) == CAN_USE_WORDS
-    assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) == RELAXED
 
 
 class Synchronized:

@@ -129,14 +129,6 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
     assert passed[0] == pytest.approx(100 * minutes / 10, rel=0.02)
 
 
-@gpu_ranks()
-def test_a_new_timeout_bounds_waits_in_channels_that_are_there() -> None:
-    warm_up()
-    place = own_place()
-    place.set_timeout(2.0)
-    assert int(place.header(place.workspaces()[0], place.rank)[SPIN_LIMIT_WORD]) == 2_000_000
-
-
 @pytest.mark.parametrize("pooled", [False, True])
 def test_the_alarm_is_no_stream_of_another_group(pooled: bool) -> None:
     """torch's pool has 32 streams per priority, so that another group soon gets the same stream: the
@@ -445,20 +437,6 @@ def test_works_fail_with_their_group() -> None:
     assert seen.is_success() and seen.exception() is None
     assert isinstance(other.exception(), CollectiveTimeoutError)
     assert other.is_completed() and not other.is_success()
-
-
-OTHER_OPS = pytest.raises(ValueError, match="ranks call different ops at the same time")
-
-
-@gpu_ranks(2, raises=OTHER_OPS, eager=0.0)
-def test_another_op_is_named() -> None:
-    reduce(4)
-    reduce(4)
-    if interlace.get_rank():
-        interlace.broadcast(torch.ones(4), 0)
-    else:
-        reduce(4)
-    reduce(4)
 
 
 @gpu_ranks(2, seed=4)

@@ -113,7 +113,7 @@ def right(output: torch.Tensor, expected: list[float]) -> bool:
     )
 
 
-def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
+def replaying(gpu: FakeGpu, op: Any, replays: int) -> Callable[[], bool]:
     """Replay a graph of ``op`` with other inputs and eager calls between; return whether all was right.
 
     The graph is captured from the op's plan, if it has one.
@@ -139,7 +139,7 @@ def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable
             torch.cuda.current_stream().synchronize()
             return right(copy, OPS[op](values(number), rank))
 
-        good = all(checked(number, lambda: op(x, weight)) for number in range(warm_up))
+        good = all(checked(number, lambda: op(x, weight)) for number in range(2))
         torch.cuda.synchronize()
         plans = default_group().plans
         before = plans.hits if isinstance(plans, Plans) else 0
@@ -214,16 +214,6 @@ def test_an_epoch_of_the_host_in_a_graph_is_found() -> None:
     gpu, fault = FakeGpu(5), (DevicePlace, "words_for", _baked)
     with contextlib.suppress(DeviceHang):
         assert not all(fake_host.run(replaying(gpu, all_to_all, 10), 2, gpu, fault))
-
-
-def test_the_host_stops_counting_after_a_capture() -> None:
-    """Eager ops after a replay signal by kernels, which read the epoch of the replay."""
-    gpu = FakeGpu(5)
-    fake_host.run(replaying(gpu, all_to_all, 3), 2, gpu)
-    written = gpu.words_written
-    assert written
-    fake_host.run(lambda: all_to_all(torch.ones(ROWS, INNER), torch.eye(INNER)), 2, gpu)
-    assert gpu.words_written > written  # a group of which nothing was captured
 
 
 def _waits_for_everything(self: DeviceStream, point: Any) -> None:

@@ -77,21 +77,6 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
     assert on_hosts(on_rank, 3) == [expected] * 3
 
 
-def test_a_bare_process_group_finds_the_store() -> None:
-    def on_rank(host: ThreadHost) -> tuple[int, int]:
-        memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
-        found = _c10d._resolve_process_group(memory._name)
-        answer = found.rank(), found.size()
-        name = memory._name
-        memory.close()
-        memory.close()
-        with pytest.raises(RuntimeError):
-            _c10d._resolve_process_group(name)
-        return answer
-
-    assert on_hosts(on_rank, 2) == [(0, 2), (1, 2)]
-
-
 class FakeSymmetricMemory:
     """torch's symmetric memory for threads: the rounds of its rendezvous, and shared memory."""
 
@@ -156,7 +141,12 @@ def test_torch_memory_is_zeroed_and_shared(
         buffer = memory.allocate(256, overlapping=overlapping)
         assert buffer.multicast == 4096 and buffer.owner is not None
         assert buffer.addresses == [part.data_ptr() for part in buffer.peer_bytes]
-        return write_to_peers(buffer, host)
+        written = write_to_peers(buffer, host)
+        memory.close()
+        memory.close()
+        with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+            _c10d._resolve_process_group(memory._name)
+        return written
 
     assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
     assert symmetric.environment == ({"1"} if overlapping else {None})
@@ -253,15 +243,6 @@ def ipc_memory(host: ThreadHost) -> IpcMemory:
     return IpcMemory(host, CPU, host.exchange)  # type: ignore[arg-type]
 
 
-def test_ipc_memory_is_zeroed_and_shared(cupy: FakeCupy) -> None:
-    def on_rank(host: ThreadHost) -> Any:
-        memory = ipc_memory(host)
-        return write_to_peers(memory.allocate(256, overlapping=True), host)
-
-    assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
-    assert len(cupy.memory) == 3 and len(cupy.opened) == 6
-
-
 def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> None:
     def on_rank(host: ThreadHost) -> None:
         memory = ipc_memory(host)
@@ -299,7 +280,6 @@ def test_without_cupy_the_error_says_what_to_install() -> None:
     message = "install cupy-cuda13x, or cupy-cuda12x"
     with replaced((sys.modules, "cupy", None)), pytest.raises(MemoryRefused, match=message):
         on_hosts(on_rank, 2)
-    assert issubclass(PlaceUnavailableError, RuntimeError)
 
 
 # -- which of them -------------------------------------------------------------------------------

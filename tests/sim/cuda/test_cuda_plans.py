@@ -168,7 +168,7 @@ def test_results_are_new_and_nothing_of_the_callers_is_kept() -> None:
         out = gather(x, w)
         seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
         before = out.data_ptr()
-        assert gather(x, w).data_ptr() != before
+        assert fused(GATHER, async_op=True)(x, w).data_ptr() != before
         end_current_stream()
         del x, out
     gc.collect()
@@ -177,6 +177,7 @@ def test_results_are_new_and_nothing_of_the_callers_is_kept() -> None:
 
 @gpu_ranks(2, seed=3)
 def test_another_kind_of_call_is_not_taken_for_a_known_one() -> None:
+    configured = configuration.override(block_m=16)(gather)
     rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
     xs = inputs(1)
     whole = torch.cat(xs) @ w
@@ -191,6 +192,7 @@ def test_another_kind_of_call_is_not_taken_for_a_known_one() -> None:
         (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
         # the model of the kernel adds no bias
         (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
+        (lambda: configured(xs[rank], w), whole),
     ]
     for call, right in variants:
         result = call()
@@ -215,17 +217,6 @@ def test_arguments_that_share_memory_are_told_apart() -> None:
         out = gather(x, w)
         end_current_stream()
         assert torch.equal(out, torch.cat([x, x]) @ w)
-
-
-@gpu_ranks(2, seed=3)
-def test_a_configuration_of_the_callers_is_heeded() -> None:
-    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-    for _ in range(4):
-        gather(x, w)
-    assert own_plans().hits == 2
-    with configuration.override(block_m=16):
-        gather(x, w)
-    assert own_plans().hits == 2
 
 
 @gpu_ranks(2, seed=3)
@@ -320,8 +311,8 @@ def done(work: Any) -> None:
         assert work.wait() is True
 
 
-Op = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(call, async_op) -> what came out, and what is right."""
+Op = Callable[..., tuple[Any, torch.Tensor]]
+"""(call, async_op) -> the result, or its parts, and what is right."""
 
 
 def reduced(call: int, async_op: bool = False, average: bool = False) -> Any:
@@ -336,9 +327,11 @@ def gathered(call: int, async_op: bool = False, form: str = "") -> Any:
     out, own = torch.full((size * LENGTH,), float("nan")), of_rank(call, rank)
     if form == "in place":
         own = out[rank * LENGTH : (rank + 1) * LENGTH].copy_(own)
-    output = list(out.chunk(size)) if form == "in a list" else out
+    output = list(out.chunk(size)) if "list" in form else out
+    if form == "in a list of memories":
+        output = [part.clone() for part in output]
     done(interlace.all_gather(output, own, async_op=async_op))
-    return out, torch.cat(all_of(call))
+    return output, torch.cat(all_of(call))
 
 
 def scattered(call: int, async_op: bool = False) -> Any:
@@ -356,11 +349,13 @@ def broadcast(call: int, async_op: bool = False) -> Any:
 
 
 gathered_in_place = functools.partial(gathered, form="in place")
+gathered_in_a_list = functools.partial(gathered, form="in a list")
+gathered_in_memories = functools.partial(gathered, form="in a list of memories")
 PLAIN: dict[str, Op] = {
     "reduced": reduced,
     "averaged": functools.partial(reduced, average=True),
     "gathered": gathered,
-    "gathered in a list": functools.partial(gathered, form="in a list"),
+    "gathered in a list": gathered_in_a_list,
     "gathered in place": gathered_in_place,
     "scattered": scattered,
     "broadcast": broadcast,
@@ -378,6 +373,7 @@ IN_WORKSPACES = small(0)
 def is_right(op: Op, call: int, *, async_op: bool = False) -> None:
     result, right = op(call, async_op)
     end_current_stream()
+    result = torch.cat(result) if isinstance(result, list) else result
     assert torch.equal(result, right), (op, call, result, right)
 
 
@@ -413,34 +409,8 @@ def test_words_that_have_grown_are_planned_anew() -> None:
     assert hits == [0, 1, 1, 1, 2, 3]
 
 
-def test_ops_in_turn_and_without_waiting() -> None:
-    def on_rank() -> None:
-        rank, size = interlace.get_rank(), interlace.get_world_size()
-        for call in range(8):
-            x, y = of_rank(call, rank), of_rank(call, rank).long()
-            out = torch.full((size * LENGTH,), float("nan"))
-            largest = of_rank(call, rank)
-            works = [
-                interlace.all_reduce(x, async_op=True),
-                interlace.broadcast(y, 0, async_op=True),
-                interlace.all_gather(out, of_rank(call + 50, rank), async_op=True),
-            ]
-            interlace.all_reduce(largest, "max")
-            for work in reversed(works):
-                done(work)
-            end_current_stream()
-            assert torch.equal(x, torch.stack(all_of(call)).sum(0))
-            assert torch.equal(y, of_rank(call, 0).long())
-            assert torch.equal(out, torch.cat(all_of(call + 50)))
-            assert torch.equal(largest, torch.stack(all_of(call)).amax(0))
-        assert own_plans().hits > 8
-
-    for seed in range(4):
-        fake_host.run(on_rank, 3, FakeGpu(seed, eager=0.1), IN_WORKSPACES)
-
-
 def in_place_and_apart() -> None:
-    """Return calls with equal shapes: in place, not in place, and with other overlaps."""
+    """Calls with equal shapes: in place, not in place, and with other overlaps."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
     for call in range(4):
         for op in (gathered_in_place, gathered, gathered_in_place):
@@ -467,16 +437,9 @@ def test_a_plan_that_forgets_where_tensors_lie_is_found() -> None:
 
 @gpu_ranks(2, IN_WORKSPACES, seed=3)
 def test_lists_that_are_not_one_memory_are_right() -> None:
-    rank, size = interlace.get_rank(), interlace.get_world_size()
     for call in range(4):
-        for together in (True, False):
-            whole = torch.full((size * LENGTH,), float("nan"))
-            parts = list(whole.chunk(size))
-            if not together:
-                parts = [part.clone() for part in reversed(parts)]
-            interlace.all_gather(parts, of_rank(call, rank))
-            end_current_stream()
-            assert torch.equal(torch.cat(parts), torch.cat(all_of(call)))
+        for op in (gathered_in_a_list, gathered_in_memories):
+            is_right(op, call)
 
 
 def test_a_signal_that_is_not_repeated_is_found() -> None:

@@ -33,30 +33,23 @@ def admitted(known: Residency, group: int, programs: int, *, end: bool = True) -
     return waited
 
 
-def test_what_fits_runs_side_by_side() -> None:
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [(A, 3, []), (B, 3, []), (C, 3, []), (A, 4, [])],  # all fit
+        # the oldest is waited for; C counts 6, as it may still wait for A's
+        [(A, 6, []), (B, 4, []), (C, 3, [A]), (A, 1, [B])],
+        [(A, 10, [])] * 5,  # a group does not wait for itself
+        # C fits beside B, but not beside A, for which B still waits
+        [(A, 8, []), (B, 3, [A]), (C, 3, [B])],
+    ],
+)
+def test_an_op_waits_for_the_oldest_that_leaves_no_room(
+    ops: list[tuple[int, int, list[int]]],
+) -> None:
     known = Residency(10)
-    assert [admitted(known, group, 3) for group in (A, B, C)] == [[], [], []]
-    assert admitted(known, A, 4) == []
-
-
-def test_what_does_not_fit_waits_for_the_oldest() -> None:
-    known = Residency(10)
-    assert admitted(known, A, 6) == [] and admitted(known, B, 4) == []
-    assert admitted(known, C, 3) == [A]
-    assert admitted(known, A, 1) == [B]  # C counts 6, as it may still wait for A's
-
-
-def test_one_group_waits_for_nobody() -> None:
-    known = Residency(10)
-    assert all(admitted(known, A, 10) == [] for _ in range(5))
-
-
-def test_who_waited_counts_for_whom_it_waited() -> None:
-    """C fits beside B, but not beside A, for which B still waits."""
-    known = Residency(10)
-    admitted(known, A, 8)
-    assert admitted(known, B, 3) == [A]
-    assert admitted(known, C, 3) == [B]
+    for group, programs, waited in ops:
+        assert admitted(known, group, programs) == waited
 
 
 def test_kernels_of_one_op_add_up() -> None:
@@ -117,17 +110,6 @@ def test_without_an_order_they_block() -> None:
 def run(host, world_size: int, timeout: float = 300.0) -> list:  # type: ignore[no-untyped-def, type-arg]
     turns = Turns(world_size, timeout)
     return run_threads(lambda rank: host(turns, rank), world_size, turns)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_meetings_hand_everything_to_everyone(world_size: int) -> None:
-    def host(turns: Turns, rank: int) -> list[list[tuple[int, int]]]:
-        return [
-            turns.meet(number, rank, world_size, (rank, number), "a test") for number in range(50)
-        ]
-
-    expected = [[(rank, number) for rank in range(world_size)] for number in range(50)]
-    assert run(host, world_size) == [expected] * world_size
 
 
 def test_only_one_rank_runs_at_a_time() -> None:

@@ -90,15 +90,6 @@ def test_a_deadlock_is_the_same_again_from_its_seed() -> None:
     assert str(first) == str(again) and "seed 5" in str(first)
 
 
-def test_groups_in_different_order_deadlock() -> None:
-    def on_rank() -> None:
-        a, b = interlace.new_group(), interlace.new_group()
-        for group in (a, b) if interlace.get_rank() else (b, a):
-            interlace.all_reduce(torch.ones(3), group=group)
-
-    assert isinstance(failure(on_rank, 2), interlace.DeadlockError)
-
-
 # -- exceptions of a rank ----------------------------------------------------------------------
 
 
@@ -245,14 +236,6 @@ def test_a_wait_in_an_aborted_group_returns_soon_and_leaves_no_record() -> None:
     assert steps < 1000
     assert seen.item() == 0
     assert ranks.memory[0][CLAIMED_WORD + 1 : CLAIMED_WORD + 6].tolist() == [0] * 5
-
-
-def test_a_wait_that_is_served_leaves_nothing() -> None:
-    ranks, seen = Ranks(2, spin_limit=100), torch.full((1,), -1)
-    ranks.memory[0][HEADER_WORDS + 3] = 9
-    ranks.run(one_wait, source=1, slot_byte=SLOT_BYTE, epoch=7, seen_ptr=seen)
-    assert seen.item() == 9
-    assert int(ranks.memory[0][ABORT_WORD]) == int(ranks.memory[0][CLAIMED_WORD]) == 0
 
 
 def test_the_limit_is_the_number_of_polls() -> None:

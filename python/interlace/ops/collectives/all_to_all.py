@@ -250,6 +250,7 @@ def split(
     communicator: Communicator,
 ) -> list[torch.Tensor]:
     """Return the parts of ``whole``; raise unless ``lengths`` cut it into one part per rank."""
+    whole = checks.import_array(name, whole)
     if not isinstance(whole, (torch.Tensor, list, tuple)):
         raise TypeError(
             f"{name} must be a tensor or a list of tensors, got {checks.describe(whole)}"

@@ -199,7 +199,7 @@ def checked_all_gather(
 ) -> PreparedCall:
     data = checks.source("tensor", tensor, communicator)
     key: Any = ("all_gather", algorithm, data.dtype, data.shape)
-    record: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
+    record = output if isinstance(output, (list, tuple)) else (output,)
     whole = None
     if isinstance(output, torch.Tensor):
         whole = checks.target("output", output, communicator)
