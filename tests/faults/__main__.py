@@ -27,13 +27,13 @@ os.environ["INTERLACE_RECORD"] = "off"  # failures here are provoked, and nobody
 
 import torch
 
-from faults import ends, garbage, limits, mismatches, pending, recovery, soak, strangers
+from faults import ends, limits, mismatches, recovery, soak, strangers
 from faults.rows import Result, Row, ran, table
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/explanation/reliability.md"
 BEGIN, END = "<!-- faults: make faults -->", "<!-- end of faults -->"
 PRELOADED = ["interlace", "torch.distributed", "faults.crew", "warmed_up"]
-FAMILIES = (mismatches, ends, pending, limits, strangers, garbage, recovery, soak)
+FAMILIES = (mismatches, ends, recovery, limits, strangers, soak)
 
 
 def machine() -> str:

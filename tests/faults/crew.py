@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import tempfile
 import time
 import traceback
 import warnings
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import interlace
+from faults.rows import NotHere, Plan, Trial
 from interlace.groups import groups
 from interlace.runtime.places.connect import connect_place
 from processes import heard, started
@@ -28,6 +28,7 @@ BRIEF = 1.0
 """Seconds: that of a group in which waits are to pass it, in a control."""
 
 MISUSE = ("ValueError", "TypeError")
+SILENT, ENDED, NOT_HERE = "silence", "end of the rank", "not here"
 
 
 class Said(NamedTuple):
@@ -94,8 +95,10 @@ def _member(
 
     try:
         on_rank(join, end, *arguments)
+    except NotHere as reason:
+        end.send(Said(NOT_HERE, str(reason), 0.0, 0.0))
     except Exception:
-        end.send(Said("end of the rank", traceback.format_exc(), 0.0, time.monotonic()))
+        end.send(Said(ENDED, traceback.format_exc(), 0.0, time.monotonic()))
     end.close()
     while True:  # the other's first message is read before this process ends
         time.sleep(LONG)
@@ -113,16 +116,26 @@ class Crew:
         try:
             return heard(self._ends[rank], seconds)
         except AssertionError:
-            return Said("silence", f"rank {rank} says nothing for {seconds:g} s", 0.0, 0.0)
+            return Said(SILENT, f"rank {rank} says nothing for {seconds:g} s", 0.0, 0.0)
         except EOFError:
             self.processes[rank].join(1.0)
             code = self.processes[rank].exitcode
-            return Said("end of the rank", f"rank {rank} ended with {code}", 0.0, 0.0)
+            return Said(ENDED, f"rank {rank} ended with {code}", 0.0, 0.0)
 
     def all_said(self, ranks: Sequence[int] | None = None, seconds: float = LONG) -> list[Any]:
         until = time.monotonic() + seconds
         ranks = self.ranks if ranks is None else ranks
         return [self.said(rank, max(0.1, until - time.monotonic())) for rank in ranks]
+
+    def reports(self, seconds: float = LONG) -> list[Any]:
+        """Return the next message of every rank; a rank without one is an error."""
+        found = self.all_said(seconds=seconds)
+        for each in found:
+            if isinstance(each, Said) and each.kind == NOT_HERE:
+                raise NotHere(each.text)
+            if isinstance(each, Said) and each.kind in (SILENT, ENDED):
+                raise RuntimeError(str(each))
+        return found
 
     def send(self, rank: int, number: signal.Signals) -> float:
         """Send a signal to a rank, and return the time."""
@@ -146,6 +159,22 @@ def crew(
         yield Crew(processes, ends, store)
 
 
+def repeated(
+    place: str,
+    world_size: int,
+    on_rank: Callable[..., Any],
+    judged: Callable[[list[Any]], Trial],
+    plan: Plan,
+    *arguments: Any,
+) -> Iterator[Trial]:
+    """Start ranks that report once for each trial, and judge the reports of all ranks."""
+    timeout, wait = (BRIEF, LONG / 4) if plan.broken else (LONG, LONG)
+    more = *arguments, plan.trials, plan.broken
+    with crew(place, world_size, on_rank, *more, timeout=timeout) as team:
+        for _ in range(plan.trials):
+            yield judged(team.reports(wait))
+
+
 def moments(seed: int, longest: float) -> Iterator[float]:
     """Random seconds, the same in every run."""
     chance = random.Random(seed)
@@ -160,9 +189,3 @@ def sum_is_right(api: Any, count: int = 1000) -> bool:
     api.all_reduce(whole)
     expected = torch.arange(float(count)) * world_size + sum(range(world_size))
     return torch.equal(whole, expected)
-
-
-@contextmanager
-def folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="interlace-faults-") as name:
-        yield name

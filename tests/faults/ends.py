@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import interlace
-from faults.crew import BRIEF, LONG, Crew, Said, crew, moments, sum_is_right, tried
+from faults.crew import BRIEF, LONG, Crew, crew, moments, sum_is_right, tried
 from faults.rows import Plan, Row, Trial
 from guard import busy
 from interlace.groups import groups
@@ -98,20 +98,11 @@ def while_joining(join: Any, end: Any, broken: bool) -> None:
     end.send(tried(work))
 
 
-def after(moment: float, said: dict[int, Said], names: re.Pattern[str]) -> Trial:
-    """Return whether all ranks name the right rank, and the time of each report after ``moment``."""
-    wrong = [f"rank {r}: {s.kind}: {s.text}" for r, s in said.items() if not names.search(s.text)]
-    times = [(each.ended - moment) * 1e3 for each in said.values() if each.ended]
-    return Trial(not wrong, times, "; ".join(wrong))
-
-
 def blamed(
     team: Crew, number: signal.Signals, delay: float, chance: random.Random, wait: float
 ) -> Trial:
     """Send the signal to a random rank after ``delay``; all others must name it."""
-    first = team.all_said()
-    if wrong := [each for each in first if isinstance(each, Said)]:
-        return Trial(False, said=str(wrong[0]))
+    team.reports()
     victim = chance.choice(team.ranks)
     time.sleep(delay)
     moment = team.send(victim, number)
@@ -119,7 +110,11 @@ def blamed(
     said = dict(zip(others, team.all_said(others, wait), strict=True))
     died = rf"rank {victim} \(pid \d+\) died|ranks? \[?{victim}\]?.* have not joined"
     named = died if number == signal.SIGKILL else rf"for ranks \[{victim}\]"
-    return after(moment, said, re.compile(named))
+    wrong = [
+        f"rank {r}: {s.kind}: {s.text}" for r, s in said.items() if not re.search(named, s.text)
+    ]
+    times = [(each.ended - moment) * 1e3 for each in said.values() if each.ended]
+    return Trial(not wrong, times, "; ".join(wrong))
 
 
 def killed(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
@@ -165,30 +160,6 @@ def killed_in_a_crowd(plan: Plan) -> Iterator[Trial]:
         yield from killed("shm", collectives, plan)
 
 
-def replaced(join: Any, end: Any, victim: int, broken: bool) -> None:
-    """Rank ``victim`` reports that it becomes another program; the others wait, and report their errors."""
-    if broken:
-        blind()
-    api = join()
-    api.barrier()
-    groups.default_group().place.set_timeout(BRIEF if broken else LONG)
-    if api.get_rank() == victim:
-        end.send(time.monotonic())
-        os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({LONG})"])
-    end.send(tried(api.barrier))
-
-
-def become_others(place: str, plan: Plan) -> Iterator[Trial]:
-    chance = random.Random(4)
-    for _ in range(plan.trials):
-        victim = chance.randrange(RANKS)
-        with crew(place, RANKS, replaced, victim, plan.broken) as team:
-            moment = team.said(victim)
-            others = [rank for rank in team.ranks if rank != victim]
-            said = dict(zip(others, team.all_said(others), strict=True))
-        yield after(moment, said, re.compile(rf"rank {victim} \(pid \d+\) lives, but has closed"))
-
-
 def stopped(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
     """The control waits without a bound."""
     chance, delays = random.Random(3), moments(3, 0.03)
@@ -215,8 +186,6 @@ def rows() -> list[Row]:
         Row("killed while joining", "hosts", partial(killed_while_joining, "hosts"), 15, 3),
         *found,
         Row("killed, beside busy loops", "shm", killed_in_a_crowd, 50, 2),
-        Row("started another program", "shm", partial(become_others, "shm"), 20, 2),
-        Row("started another program", "hosts", partial(become_others, "hosts"), 10, 2),
         Row("killed in a collective", "gloo", gloo[0], 10, 1, beside=True),
         Row("stopped in a collective", "gloo", gloo[1], 2, 1, beside=True),
     ]

@@ -1,5 +1,6 @@
 """Memory and descriptors that run out: an error on every rank that names the one without, no crash."""
 
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from faults.crew import LONG, Said, crew, sum_is_right, tried
+from faults.crew import crew, repeated, sum_is_right, tried
 from faults.rows import NotHere, Plan, Row, Trial
 from interlace.groups import groups
 
@@ -79,38 +80,21 @@ class OfGroup:
 
 
 def allocating(join: Any, end: Any, limit: Callable[[], Any], times: int, broken: bool) -> None:
-    """All ranks allocate, but one has no memory; report the error, and whether the ranks continue."""
+    """All ranks allocate, but one has no memory; report the error, and whether the ranks continue.
+
+    In the control it has memory, so that nothing fails.
+    """
     api = join()
     place = groups.default_group().place
     for _ in range(times):
-        call = partial(place.allocate, WANTED)
-        if api.get_rank() == POOR and not broken:
-            try:
-                with limit():
-                    said = tried(call)
-            except NotHere as reason:
-                end.send((Said("not here", str(reason), 0, 0), None))
-                return
-        else:
-            said = tried(call)
+        poor = api.get_rank() == POOR and not broken
+        with limit() if poor else contextlib.nullcontext():
+            said = tried(partial(place.allocate, WANTED))
         end.send((said, tried(partial(sum_is_right, api))))
 
 
-def without_memory(limit: Any, plan: Plan) -> Iterator[Trial]:
-    """The control has memory, so that nothing fails."""
-    arguments = limit, plan.trials, plan.broken
-    with crew("shm", RANKS, allocating, *arguments, timeout=LONG / 4) as team:
-        for _ in range(plan.trials):
-            yield judged(team.all_said(seconds=LONG / 2), limit.said)
-
-
-def judged(found: list[Any], text: str) -> Trial:
+def judged(text: str, found: list[Any]) -> Trial:
     """All ranks must report an error that names the same rank, and continue."""
-    for each in found:
-        if isinstance(each, tuple) and not isinstance(each, Said) and each[0].kind == "not here":
-            raise NotHere(each[0].text)
-    if ended := [each for each in found if isinstance(each, Said)]:
-        return Trial(False, said=str(ended))
     begun = max(said.begun for said, _ in found)
     wrong = [
         str(pair)
@@ -144,17 +128,10 @@ def making_groups(join: Any, end: Any, times: int, broken: bool) -> None:
         end.send((said, tried(partial(sum_is_right, api))))
 
 
-def without_descriptors(plan: Plan) -> Iterator[Trial]:
-    with crew("shm", RANKS, making_groups, plan.trials, plan.broken, timeout=LONG / 4) as team:
-        for _ in range(plan.trials):
-            yield judged(team.all_said(seconds=LONG / 2), "[Tt]oo many (open )?files")
-
-
 def with_full_folder(join: Any, end: Any, broken: bool) -> None:
     """Join and sum with a full /dev/shm; the control keeps memory there."""
     if _libc.unshare(_NEW_MOUNTS) or _libc.mount(None, b"/", None, _PRIVATE, None):
-        end.send(Said("not here", "needs root, for a /dev/shm of its own", 0, 0))
-        return
+        raise NotHere("needs root, for a /dev/shm of its own")
     assert _libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=4096") == 0
     pathlib.Path("/dev/shm/full").write_bytes(bytes(4096))
     if broken:
@@ -165,19 +142,27 @@ def with_full_folder(join: Any, end: Any, broken: bool) -> None:
 
 def full_folder(plan: Plan) -> Iterator[Trial]:
     for _ in range(plan.trials):
-        with crew("shm", RANKS, with_full_folder, plan.broken, timeout=LONG / 4) as team:
-            said = team.all_said(seconds=LONG / 2)
-        if said[0].kind == "not here":
-            raise NotHere(said[0].text)
+        with crew("shm", RANKS, with_full_folder, plan.broken) as team:
+            said = team.reports()
         right = all(each.text == "True" for each in said)
         yield Trial(right, [1e3 * (each.ended - each.begun) for each in said], str(said))
+
+
+def without(what: str, on_rank: Any, text: str, many: int, few: int, *arguments: Any) -> Row:
+    def measure(plan: Plan) -> Iterator[Trial]:
+        return repeated("shm", RANKS, on_rank, partial(judged, text), plan, *arguments)
+
+    return Row(f"no {what}", "shm", measure, many, few)
+
+
+DESCRIPTORS = without("descriptors", making_groups, "[Tt]oo many (open )?files", 20, 1)
 
 
 def rows() -> list[Row]:
     return [
         Row("/dev/shm is full", "shm", full_folder, 5, 1),
-        Row("no memory: the largest file", "shm", partial(without_memory, OfFiles), 20, 3),
-        Row("no memory: addresses", "shm", partial(without_memory, OfAddresses), 20, 3),
-        Row("no memory: control group", "shm", partial(without_memory, OfGroup), 10, 1),
-        Row("no descriptors", "shm", without_descriptors, 20, 1),
+        without("memory: the largest file", allocating, OfFiles.said, 20, 3, OfFiles),
+        without("memory: addresses", allocating, OfAddresses.said, 20, 3, OfAddresses),
+        without("memory: control group", allocating, OfGroup.said, 10, 1, OfGroup),
+        DESCRIPTORS,
     ]

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from faults.crew import LONG, MISUSE, Said, crew, tried
+from faults.crew import ENDED, LONG, MISUSE, SILENT, Said, crew, repeated, tried
 from faults.rows import Plan, Row, Trial
 from interlace.runtime.core.call import Call
-from interlace.runtime.numerics import reductions
-from multi.numerics import test_modes
 
 RANKS = 4
 ODD = (0, 1, RANKS - 1)
@@ -47,9 +45,7 @@ def _of_group(api: Any, count: int, ranks: Sequence[int]) -> None:
 
 
 SUM, MAX = torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX
-of = partial(
-    torch.empty, dtype=torch.float32
-)  # not filled, which would take longer than to compare
+of = torch.empty  # not filled, which would take longer than to compare
 
 CLASSES: dict[str, Callable[[Any, int, bool], Any]] = {
     "size": lambda api, n, odd: api.all_reduce(of(n + odd)),
@@ -148,11 +144,12 @@ def matrix(place: str, plan: Plan) -> Iterator[Trial]:
     while left:
         several = left if place != "gloo" and not plan.broken else left[:1]
         timeout = GLOO_BOUND if place == "gloo" else BOUND if plan.broken else LONG
+        wait = 3 * BOUND if place == "gloo" or plan.broken else LONG
         with crew(place, RANKS, on_rank, several, plan.broken, timeout=timeout) as team:
             for cell in several:
-                said = team.all_said(seconds=3 * BOUND)
-                ended = any(each.kind in ("silence", "end of the rank") for each in said)
-                afterwards = [] if ended or place == "gloo" else team.all_said(seconds=3 * BOUND)
+                said = team.all_said(seconds=wait)
+                ended = any(each.kind in (SILENT, ENDED) for each in said)
+                afterwards = [] if ended or place == "gloo" else team.all_said(seconds=wait)
                 yield judged(cell, said, afterwards, place == "gloo")
                 left = left[1:]
                 if ended or place == "gloo":
@@ -184,57 +181,26 @@ def messages(join: Any, end: Any, times: int, broken: bool) -> None:
             calls = [partial(api.recv, each, 0) for each in (unfit, fits)]
             calls.append(partial(api.send, answer, 0))
         said = [tried(call) for call in calls]
-        end.send(
-            (
-                [each for each in said if each.kind],
-                api.get_rank() == 0 or fits.tolist() == [7.0] * 3,
-            )
-        )
+        arrived = api.get_rank() == 0 or fits.tolist() == [7.0] * 3
+        end.send(([each for each in said if each.kind], arrived))
 
 
-def unfitting(place: str, plan: Plan) -> Iterator[Trial]:
+def judged_messages(reports: list[Any]) -> Trial:
     """Sender and receiver must raise the same misuse once, and later messages must be right."""
-    timeout = BOUND if plan.broken else LONG
-    with crew(place, 2, messages, plan.trials, plan.broken, timeout=timeout) as team:
-        for _ in range(plan.trials):
-            found = team.all_said()
-            if ended := [each for each in found if isinstance(each, Said)]:
-                yield Trial(False, said=str(ended))
-                return
-            errors = [each for said, _ in found for each in said]
-            same = len(errors) == 2 and len({each.text for each in errors}) == 1
-            right = (
-                same and all(each.kind in MISUSE for each in errors) and all(r for _, r in found)
-            )
-            yield Trial(right, [1e3 * (each.ended - each.begun) for each in errors[1:]], str(found))
-
-
-def computing(
-    join: Any, end: Any, mode: str, dtype: torch.dtype, threads: int, broken: bool
-) -> None:
-    """Sum while rank 1 has the floating-point mode ``mode``; the control does not notice the mode."""
-    join()
-    if broken:
-        reductions.is_usual = lambda: True
-    end.send(test_modes.reduced(mode, dtype, threads, seen=not broken))
-
-
-def other_modes(plan: Plan) -> Iterator[Trial]:
-    """All ranks must have equal bits of sums, as in the usual mode."""
-    cases = itertools.cycle(itertools.product(test_modes.FLOATS, (1, 2), test_modes.MODES))
-    for dtype, threads, mode in itertools.islice(cases, plan.trials):
-        with crew("shm", 2, computing, mode, dtype, threads, plan.broken) as team:
-            found = team.all_said()
-        yield Trial(found == [[], []], said=f"{mode}, {dtype}, {threads} threads: {found}")
+    errors = [each for said, _ in reports for each in said]
+    right = len(errors) == 2 and len({each.text for each in errors}) == 1
+    right &= all(each.kind in MISUSE for each in errors) and all(fits for _, fits in reports)
+    return Trial(right, [1e3 * (each.ended - each.begun) for each in errors[1:]], str(reports))
 
 
 def rows() -> list[Row]:
-    what, all_of_them = "another call on one rank", len(CELLS)
+    what, all_of_them, unfit = "another call on one rank", len(CELLS), (messages, judged_messages)
     return [
         Row(what, "shm", partial(matrix, "shm"), all_of_them, 13),
         Row(what, "hosts", partial(matrix, "hosts"), all_of_them, 13),
         Row(what, "gloo", partial(matrix, "gloo"), all_of_them, 1, beside=True),
-        Row("a message that does not fit", "shm", partial(unfitting, "shm"), 60, 6),
-        Row("a message that does not fit", "hosts", partial(unfitting, "hosts"), 60, 6),
-        Row("another floating-point mode", "shm", other_modes, 20, 2),
+        *(
+            Row("a message that does not fit", place, partial(repeated, place, 2, *unfit), 60, 6)
+            for place in ("shm", "hosts")
+        ),
     ]

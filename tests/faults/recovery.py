@@ -1,7 +1,8 @@
-"""After a death the survivors continue in a new group, down to the last rank, and leave nothing behind."""
+"""The ends of groups: survivors of a death continue in a new one, and pending ops end with their group."""
 
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,12 @@ import torch
 
 import interlace
 import ranks
-from faults.crew import LONG, Said, crew, folder
+from faults.crew import LONG, Said, repeated, tried
 from faults.rows import Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
+from multi.process_group.test_backend_failures import dropped_groups
 from processes import heard, started
-
-KIB = 1024
 
 
 def install(
@@ -114,7 +114,7 @@ def killed_one_by_one(
 def going_on(sizes: Sequence[int], hosts: int, plan: Plan) -> Iterator[Trial]:
     done, seed = 0, 0
     while done < plan.trials:
-        with folder() as name:
+        with tempfile.TemporaryDirectory(prefix="interlace-faults-") as name:
             size = sizes[seed % len(sizes)]
             for trial in killed_one_by_one(size, hosts, seed, name, plan.broken):
                 yield trial
@@ -122,45 +122,59 @@ def going_on(sizes: Sequence[int], hosts: int, plan: Plan) -> Iterator[Trial]:
         seed += 1
 
 
-def again_and_again(join: Any, end: Any, times: int, broken: bool) -> None:
-    """Shrink often; report descriptors, threads and mappings before and after, and the growth in KiB."""
+# -- the end of a group, and of its last reference -----------------------------------------------------
+
+
+def closing(join: Any, end: Any, times: int, broken: bool) -> None:
+    """Close a group while an op runs, and report the result of its wait.
+
+    In the control one rank closes it without a call of the op.
+    """
+    api, chance = join(), random.Random(1)
+    rank = api.get_rank()
+    for number in range(times):
+        group, out = api.new_group(), torch.full((1000,), float(rank))
+        time.sleep(chance.random() * 0.01 * rank)
+        if broken and rank:
+            work = None
+        elif number % 2:
+            work = api.all_reduce(out, group=group, async_op=True)
+        elif rank:
+            work = api.isend(out, 0, group=group)
+        else:
+            work = api.irecv(out, 1, group=group)
+        group.close()
+        said = tried(work.wait) if work is not None else Said("", "", 0.0, 0.0)
+        end.send((said, bool(out.eq(1).all())))
+
+
+def completed(reports: list[Any]) -> Trial:
+    right = all(not said.kind and whole for said, whole in reports)
+    return Trial(right, [1e3 * (said.ended - said.begun) for said, _ in reports], str(reports))
+
+
+def dropping(join: Any, end: Any, times: int, broken: bool) -> None:
+    """Drop a group with an op pending on rank 0; in the control a descriptor is left each time."""
     join()
-    if broken:  # a descriptor is left each time
-        shrunk = interlace.shrink
-        interlace.shrink = lambda *group: (os.dup(0), shrunk(*group))[1]  # type: ignore[assignment]
-    shrink_often(min(50, 2 * times))
-    before, began = _resident(), time.monotonic()
-    found = shrink_often(times)
-    ms = 1e3 * (time.monotonic() - began) / times
-    end.send((found, (_resident() - before) // KIB, ms))
+    if broken:
+        new_group = interlace.new_group
+        interlace.new_group = lambda *some: (os.dup(0), new_group(*some))[1]  # type: ignore[assignment]
+    for number in range(times):
+        pending = ("op", "message", "large message")[number % 3]
+        end.send(dropped_groups(1, pending, LONG / 20 if broken else LONG / 2))
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def leaving_nothing(place: str, plan: Plan) -> Iterator[Trial]:
-    """Shrink groups one after the other; 1 KiB more for each is too much."""
-    times = plan.trials
-    with crew(place, 4, again_and_again, times, plan.broken) as team:
-        found = team.all_said(seconds=10 * LONG)
-    if ended := [said for said in found if isinstance(said, Said)]:
-        yield Trial(False, said=str(ended))
-        return
-    right = all(
-        after <= before and grown < max(times, 4 * KIB) for (before, after), grown, _ in found
-    )
-    slowest = max(ms for *_, ms in found)
-    yield from [
-        Trial(right, [slowest], f"before and after, and KiB more, by rank: {found}")
-    ] * times
+def all_true(reports: list[Any]) -> Trial:
+    return Trial(reports == [True, True], said=str(reports))
 
 
 def rows() -> list[Row]:
+    close, drop = (closing, completed), (dropping, all_true)
     return [
         Row("going on without the killed", "shm", partial(going_on, (4, 2, 8), 1), 50, 4),
         Row("going on without the killed", "hosts", partial(going_on, (4, 2), 2), 50, 3),
-        Row("nothing is left of a group", "shm", partial(leaving_nothing, "shm"), 1000, 100),
-        Row("nothing is left of a group", "hosts", partial(leaving_nothing, "hosts"), 50, 10),
+        Row("closed before the wait", "shm", partial(repeated, "shm", 2, *close), 50, 4),
+        Row("closed before the wait", "hosts", partial(repeated, "hosts", 2, *close), 50, 4),
+        Row("dropped with ops pending", "shm", partial(repeated, "shm", 2, *drop), 60, 6),
+        Row("dropped with ops pending", "hosts", partial(repeated, "hosts", 2, *drop), 60, 6),
     ]

@@ -1,7 +1,7 @@
 """Rows of the table of faults: a fault that is provoked again and again, and what came of each trial."""
 
+import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -82,7 +82,7 @@ class Result:
         row, count = self.row, len(self.trials)
         if self.missing:
             return [row.fault, row.place, "-", "-", "-", "-", "-", f"not run: {self.missing}", "-"]
-        ms = sorted(each for trial in self.trials for each in trial.ms)
+        ms = sorted(itertools.chain.from_iterable(trial.ms for trial in self.trials))
         times = [quantile(ms, share) for share in (0.5, 0.99, 1.0)]
         verdict = "beside" if row.beside else "no" if not count or self.wrong else "yes"
         control = {None: "-", True: "fails", False: "PASSES"}[self.control]
@@ -103,16 +103,16 @@ def ran(row: Row, *, short: bool, minutes: float) -> Result:
     result = Result(row)
     seconds = row.few_seconds if short else 60 * minutes * row.share
     try:
-        result.trials = list(_trials(row, Plan(row.few if short else row.trials, seconds)))
+        result.trials = list(trials(row, Plan(row.few if short else row.trials, seconds)))
         if not row.beside:
             control = Plan(min(row.few, MOST_OF_CONTROL), row.few_seconds, broken=True)
-            result.control = any(not trial.right for trial in _trials(row, control))
+            result.control = any(not trial.right for trial in trials(row, control))
     except NotHere as reason:
         result.missing = str(reason)
     return result
 
 
-def _trials(row: Row, plan: Plan) -> Iterator[Trial]:
+def trials(row: Row, plan: Plan) -> Iterator[Trial]:
     """Return the row's trials; an exception that ends the row early counts as a failed trial."""
     try:
         yield from row.measure(plan)
@@ -126,16 +126,3 @@ def table(results: Iterable[Result]) -> str:
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     lines += ["| " + " | ".join(result.cells()) + " |" for result in results]
     return "\n".join(lines) + "\n"
-
-
-class Clock:
-    """A context that notes how many ms it took."""
-
-    ms = 0.0
-
-    def __enter__(self) -> "Clock":
-        self._began = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ms = (time.monotonic() - self._began) * 1e3

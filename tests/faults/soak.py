@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from faults.crew import BRIEF, LONG, Said, crew
-from faults.rows import Clock, Plan, Row, Trial
+from faults.crew import BRIEF, LONG, crew
+from faults.rows import Plan, Row, Trial
 from support import payload
 
 RANKS = 4
@@ -64,11 +64,11 @@ def rounds(join: Any, end: Any, seconds: float, broken: bool) -> None:
         for _ in range(AT_ONCE):
             number += 1
             op = op_of(api, chance, number)
-            with Clock() as clock:
-                for work in op.start():
-                    if work is not None:
-                        work.wait()
-            ms.append(clock.ms)
+            began = time.monotonic()
+            for work in op.start():
+                if work is not None:
+                    work.wait()
+            ms.append(1e3 * (time.monotonic() - began))
             if broken and number == 10 and api.get_rank() == 2:
                 op.out.view(torch.uint8)[0] ^= 1
             same = torch.equal(op.out.view(torch.uint8), op.expected.view(torch.uint8))
@@ -83,15 +83,8 @@ def rounds(join: Any, end: Any, seconds: float, broken: bool) -> None:
 def soaked(place: str, plan: Plan) -> Iterator[Trial]:
     timeout = BRIEF if plan.broken else LONG / 2
     with crew(place, RANKS, rounds, plan.seconds, plan.broken, timeout=timeout) as team:
-        while True:
-            said = team.all_said()
-            for each in said:
-                if isinstance(each, Said):
-                    yield Trial(False, said=str(each))
-                    return
-            if said[0] == "the end":
-                return
-            for each in zip(*said, strict=True):
+        while (reports := team.reports())[0] != "the end":
+            for each in zip(*reports, strict=True):
                 yield Trial(True, [max(each)])
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from faults.crew import BRIEF, LONG, Crew, Said, crew, sum_is_right, tried
+from faults.crew import BRIEF, LONG, Crew, crew, repeated, sum_is_right, tried
 from faults.rows import NotHere, Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.places.hosts import links
@@ -105,7 +105,7 @@ def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
                     raise NotHere(connected)
                 moment = time.monotonic()
                 store.set(THERE, "")
-                said = team.all_said(seconds=LONG)
+                said = team.all_said()
         right = connected > LATE * IDLE and all(each.text == "True" for each in said)
         yield Trial(right, [1e3 * (each.ended - moment) for each in said], str(said))
 
@@ -180,9 +180,7 @@ def while_working(plan: Plan) -> Iterator[Trial]:
     for _ in range(plan.trials):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with crew("hosts", RANKS, at_work, store.port, plan.broken) as team:
-            if ended := [each for each in team.all_said() if isinstance(each, Said)]:
-                yield Trial(False, said=str(ended))
-                continue
+            team.reports()
             connected = said_to_ports(team, chance)
             store.set(THERE, "")
             said = team.all_said()
@@ -228,24 +226,22 @@ def in_children(join: Any, end: Any, times: int, broken: bool) -> None:
         end.send((said, tried(partial(sum_is_right, api))))
 
 
-def forked(place: str, plan: Plan) -> Iterator[Trial]:
-    timeout = BRIEF if plan.broken else LONG
-    with crew(place, 2, in_children, plan.trials, plan.broken, timeout=timeout) as team:
-        for _ in range(plan.trials):
-            # Without the protection a rank may have lost its connections, and says nothing any more.
-            found = team.all_said(seconds=LONG / 4 if plan.broken else LONG)
-            if isinstance(ended := found[0], Said) or isinstance(ended := found[1], Said):
-                yield Trial(False, said=str(ended))
-                return
-            told = all("a forked child has to make its own" in said for said, _ in found)
-            times = [float(said.split()[0]) for said, _ in found if said]
-            yield Trial(told and all(goes.text == "True" for _, goes in found), times, str(found))
+def judged(reports: list[Any]) -> Trial:
+    """Every child must get its error, and the ranks continue."""
+    refused = all("a forked child has to make its own" in said for said, _ in reports)
+    times = [float(said.split()[0]) for said, _ in reports if said]
+    return Trial(refused and all(sums.text == "True" for _, sums in reports), times, str(reports))
+
+
+def forked(place: str) -> Row:
+    measure = partial(repeated, place, 2, in_children, judged)
+    return Row("a forked child uses the group", place, measure, 100, 10)
 
 
 def rows() -> list[Row]:
     return [
-        Row("a forked child uses the group", "shm", partial(forked, "shm"), 100, 10),
-        Row("a forked child uses the group", "hosts", partial(forked, "hosts"), 100, 10),
+        forked("shm"),
+        forked("hosts"),
         Row("another user connects", "shm", partial(while_joining, NOBODY), 20, 2),
         Row("garbage while ranks join", "shm", partial(while_joining, None), 20, 2),
         Row("garbage to ports of ranks", "hosts", while_working, 5, 1),

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from faults import limits, strangers
 from faults.__main__ import BEGIN, END, PAGE, chosen, in_page, with_rows
 from faults.crew import crew, joined, tried
-from faults.rows import HEAD, NotHere, Plan, Row, Trial, quantile, ran, table
+from faults.rows import HEAD, NotHere, Plan, Row, Trial, quantile, ran, table, trials
 from guard import MOST
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.wires import Wires
@@ -85,18 +85,22 @@ def test_a_row_that_is_run_alone_takes_its_own_place() -> None:
     assert made[1] == "| a fault | shm | 4 | 4 | 1 | 3 | 3 | yes | PASSES |"
 
 
+def check_both(row: Row, count: int) -> None:
+    """The promises of a row must hold, and its control must fail."""
+    assert [trial for trial in trials(row, Plan(count)) if not trial.right] == []
+    assert not all(trial.right for trial in trials(row, Plan(1, broken=True)))
+
+
 @pytest.mark.parametrize("place", few(["shm", "hosts"], "shm"))
 def test_a_forked_child_disturbs_nobody(place: str) -> None:
     """A child once told the peers of its parent on other hosts that the group was aborted."""
-    assert [trial for trial in strangers.forked(place, Plan(2)) if not trial.right] == []
-    assert not all(trial.right for trial in strangers.forked(place, Plan(1, broken=True)))
+    check_both(strangers.forked(place), 2)
 
 
 @thorough
 def test_a_rank_without_descriptors_is_named_by_all() -> None:
     """Survivors once blamed each other."""
-    assert [trial for trial in limits.without_descriptors(Plan(12)) if not trial.right] == []
-    assert not all(trial.right for trial in limits.without_descriptors(Plan(1, broken=True)))
+    check_both(limits.DESCRIPTORS, 12)
 
 
 @thorough

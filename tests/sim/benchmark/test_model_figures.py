@@ -9,7 +9,6 @@ import pytest
 
 from sim.benchmark.model_support import machine, module
 from stand_ins.replaced import replaced
-from tiers import thorough
 
 
 @pytest.fixture(scope="module")
@@ -146,17 +145,6 @@ def test_one_table_and_the_plot_beside_it(
     assert printed.startswith("Predicted microseconds on nodes of h100x8")
     assert "Parameters of" not in printed
     assert [path.name for path in tmp_path.iterdir()] == ["model-nodes.png"]
-
-
-@thorough
-def test_plots(tmp_path: Path, compared: list[Any]) -> None:
-    pytest.importorskip("matplotlib")
-    said: list[str] = []
-    drawn = module("model.tables").draw_all(machine(), compared, None, tmp_path, said.append)
-    assert {path.name for path in drawn} == {
-        f"model-{name}.png" for name in ("published", "rows", "chunks", "timeline")
-    }
-    assert all(path.stat().st_size > 10_000 for path in drawn) and len(said) == len(drawn)
 
 
 def test_without_matplotlib_it_says_what_to_install() -> None:

@@ -2,7 +2,6 @@
 
 import io
 import multiprocessing
-import os
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from interlace.benchmark.tune import (
     search,
     untuned_choice,
 )
-from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
 from interlace.ops.matmul.formats import FORMATS
@@ -240,40 +238,42 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "file"),
+    ("named", "cache", "file"),
     [
-        ({files.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
-        (
-            {files.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
-            "/home/.cache/interlace/tune.json",
-        ),
-        ({files.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
+        (None, "/cache", "/cache/interlace/tune.json"),
+        (None, None, "/home/.cache/interlace/tune.json"),
+        ("/x.json", "/cache", "/x.json"),
     ],
-    ids=["cache", "home", "named"],
 )
-def test_where_the_file_is(variables: dict[str, str | None], file: str) -> None:
+def test_where_the_file_is(named: str | None, cache: str | None, file: str) -> None:
     assert files.path() is None  # conftest.py
-    with environment(**variables):
+    with environment(**{files.VARIABLE: named, "XDG_CACHE_HOME": cache, "HOME": "/home"}):
         assert files.path() == pathlib.Path(file)
 
 
 # -- candidates and the search -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("format", ["", *FORMATS])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
-def test_candidates_for_a_gpu(op: str, capability: int) -> None:
-    problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8)
+def test_candidates_for_a_gpu(op: str, capability: int, format: str) -> None:
+    problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8, format=format)
     found = candidates("cuda", capability, problem)
     assert found[0].default and not any(each.default for each in found[1:])
     assert len({(each.algorithm, each.values) for each in found}) == len(found)
     assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
-    for each in found:
-        if each.algorithm == "fused":
-            assert why_not(Configuration(**each.configuration), capability, 2) == ""
     algorithm, choice = untuned_choice("cuda", capability, problem)
     assert found[0].algorithm == algorithm
     assert Configuration(**found[0].configuration) == choice.configuration
+    tiles = [each.configuration for each in found if each.algorithm == "fused"]
+    assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
+    for each in tiles:
+        assert why_not(Configuration(**each), capability, 1 if format else 2) == ""
+        assert not format or each["block_k"] == choice.configuration.block_k
+    if format and op == "all_gather_matmul":
+        assert problem.inner == FORMATS[format].row_bytes(8192)
+        assert tuning.dtype_name(problem) == format
 
 
 def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
@@ -356,22 +356,6 @@ def test_rows_of_a_format_are_found_by_calls_with_it_alone(op: str, tmp_path: pa
     assert code == 0 and "mxfp8 to float32" in text and "by exact row of the cache" in text
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_candidates_of_a_format(name: str, capability: int) -> None:
-    kind = TUNED["all_gather_matmul"]
-    problem = kind.problem(torch.bfloat16, (8192, 3584, 8192), 8, format=name)
-    assert problem.inner == FORMATS[name].row_bytes(8192) and tuning.dtype_name(problem) == name
-    found = candidates("cuda", capability, problem)
-    assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
-    _, choice = untuned_choice("cuda", capability, problem)
-    tiles = [each.configuration for each in found if each.algorithm == "fused"]
-    assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
-    for each in tiles:
-        assert why_not(Configuration(**each), capability, 1) == ""
-        assert each["block_k"] == choice.configuration.block_k
-
-
 def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
     """The negative control of the check is an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
@@ -395,39 +379,3 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
     assert code == 0 and "exact row of the table (model: h100x8" in text
     code, text = run_tune(op=("matmul_reduce_scatter",), dry_run=True, arch=80, world_size=8)
     assert code == 0 and "would try" in text and "128x128x32" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"op": ("all_reduce",)}, "must be one of all_gather_matmul"),
-        ({"op": ("combine",), "format": "mxfp8"}, "--format mxfp8: combine takes no format"),
-        ({"format": "mxfp4", "place": "sim", "k": "33"}, "--k 33: mxfp4 has two numbers in a byte"),
-        ({"place": "sim", "m": "15"}, "does not divide"),
-        ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
-        (
-            {"place": "sim", "budget": float("inf")},
-            "--budget must be positive and at most 100000 s, got inf",
-        ),
-        ({"place": "sim", "m": ""}, "--m: '' is not a size"),
-        ({"place": "sim", "m": "1G", "n": "1G", "k": "1G"}, "on 2 ranks needs .* GiB, there are"),
-        ({"place": "sim", "arch": 90}, "--arch needs --dry-run"),
-        ({"world_size": 65, "place": "sim"}, "--world-size"),
-        ({"place": "sim", "n": "many"}, "'many' is not a size"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        run_tune(**options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["tune", "--place", "cuda"]) == 2
-    assert "needs a CUDA device" in " ".join(capsys.readouterr().err.split())
-
-
-def test_without_a_cache_there_is_nothing_to_write() -> None:
-    assert os.environ[files.VARIABLE] == "off"
-    with pytest.raises(ValueError, match="there is no file to write"):
-        run_tune(place="sim")
