@@ -56,29 +56,6 @@ class OfAddresses:
         as_before(resource.RLIMIT_AS)
 
 
-class OfGroup:
-    """A control group of the kernel lets this process have 64 MiB more."""
-
-    said = r"cannot allocate \d+ bytes of shared memory"
-
-    def __enter__(self) -> None:
-        mine = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.M)
-        if mine is None:
-            raise NotHere("needs control groups of memory, version 1")
-        self.before = pathlib.Path("/sys/fs/cgroup/memory" + mine[1])
-        self.folder = self.before / f"interlace-faults-{os.getpid()}"
-        try:
-            self.folder.mkdir()
-            (self.folder / "memory.limit_in_bytes").write_text(str(SPARE))
-            (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError as error:
-            raise NotHere(f"needs root, and control groups that can be made ({error})") from None
-
-    def __exit__(self, *_: object) -> None:
-        (self.before / "cgroup.procs").write_text(str(os.getpid()))
-        self.folder.rmdir()
-
-
 def allocating(join: Any, end: Any, limit: Callable[[], Any], times: int, broken: bool) -> None:
     """All ranks allocate, but one has no memory; report the error, and whether the ranks continue.
 
@@ -163,6 +140,5 @@ def rows() -> list[Row]:
         Row("/dev/shm is full", "shm", full_folder, 5, 1),
         without("memory: the largest file", allocating, OfFiles.said, 20, 3, OfFiles),
         without("memory: addresses", allocating, OfAddresses.said, 20, 3, OfAddresses),
-        without("memory: control group", allocating, OfGroup.said, 10, 1, OfGroup),
         DESCRIPTORS,
     ]

@@ -1,7 +1,7 @@
 """Processes that are not ranks.
 
-Strangers send data to the sockets of a job while it begins and while it runs. Children that a rank forks
-get an error if they use the group, and their parent continues.
+Strangers send data to the ports of a job while it runs. Children that a rank forks get an error if they use
+the group, and their parent continues.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import socket
-import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -22,95 +21,16 @@ import torch
 from torch.distributed import TCPStore
 
 from faults.crew import BRIEF, LONG, Crew, crew, repeated, sum_is_right, tried
-from faults.rows import NotHere, Plan, Row, Trial
+from faults.rows import Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.links import CONTROL, PACKET_BYTES
-from interlace.runtime.processes import rendezvous, rendezvous as meetings
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
-from processes import heard, started
 
 RANKS = 4
-LATE = RANKS - 1
-"""The rank that comes only when the strangers are there."""
-NOBODY = 65534
-IDLE, TALKING = 8, 8
-"""Connections to each socket, on which nothing is said, and garbage."""
-PREFIX, THERE = "interlace/faults/0/nonce", "strangers are there"
-
-
-def stranger(rank: int, count: int, _: str, end: Any, port: int, user: int, as_rank: bool) -> None:
-    """Become ``user``, read all addresses from the store, connect to them, and report the number of
-    connections. With ``as_rank`` the stranger also sends rank 0 the data of the late rank.
-    """
-    try:
-        os.setuid(user)
-    except OSError as error:
-        end.send(f"needs root, to become another user ({error})")
-        return
-    store, chance = TCPStore("127.0.0.1", port, is_master=False), random.Random(9)
-    while not store.check([PREFIX]) or len(nonce := store.get(PREFIX).decode()) != 2 * NONCE_BYTES:
-        time.sleep(1e-3)
-    held = []
-    for peer in range(LATE):
-        while not store.check([key := f"{PREFIX}/{nonce}/{peer}"]):
-            time.sleep(1e-3)
-        address = bytes.fromhex(store.get(key).decode())[meetings._PID_BYTES :]
-        said = [chance.randbytes(chance.randrange(1, 2000)) for _ in range(TALKING)]
-        if as_rank and peer == 0:
-            label = MAGIC, LAYOUT_VERSION, bytes.fromhex(nonce), RANKS, 0, 0, LATE
-            said.append(rendezvous._MESSAGE.pack(*label))
-        for text in [None] * IDLE + said:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.connect(address)
-            held.append(connection)
-            if text is not None:
-                with contextlib.suppress(OSError):  # it may be closed already
-                    connection.send(text)
-    end.send(len(held))
-    time.sleep(LONG)
-
-
-def joining(join: Any, end: Any, port: int, believing: bool) -> None:
-    """Join; the late rank joins after the strangers. Report whether the sum is right."""
-    if believing:
-        rendezvous._uid = lambda _: os.geteuid()
-    store, connect = TCPStore("127.0.0.1", port, is_master=False), meetings.connect
-
-    def late(group: Any, meeting: Any) -> Any:
-        while group.rank == LATE and not store.check([THERE]):
-            time.sleep(1e-3)
-        return connect(group, meeting)
-
-    meetings.connect = late
-    end.send(tried(lambda: sum_is_right(join())))
-
-
-def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
-    """Another user has all data of the late rank; the control takes it for this user.
-
-    A stranger of this user, who may do everything, sends only garbage, and in the control the data of the
-    late rank.
-    """
-    for _ in range(plan.trials):
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        timeout = BRIEF if plan.broken else LONG
-        with crew("shm", RANKS, joining, store.port, plan.broken, timeout=timeout) as team:
-            who = os.geteuid() if user is None else user
-            rest = team.store.port, who, user is not None or plan.broken
-            with started(stranger, 1, "", *rest) as (_, ends):
-                connected = heard(ends[0], LONG)
-                if isinstance(connected, str):
-                    raise NotHere(connected)
-                moment = time.monotonic()
-                store.set(THERE, "")
-                said = team.all_said()
-        right = connected > LATE * IDLE and all(each.text == "True" for each in said)
-        yield Trial(right, [1e3 * (each.ended - moment) for each in said], str(said))
-
-
-# -- between hosts -----------------------------------------------------------------------------------
+TALKING = 8
+"""Connections to each port, with garbage."""
+THERE = "strangers are there"
 
 
 def listening(pid: int) -> list[tuple[int, str, int]]:
@@ -242,7 +162,5 @@ def rows() -> list[Row]:
     return [
         forked("shm"),
         forked("hosts"),
-        Row("another user connects", "shm", partial(while_joining, NOBODY), 20, 2),
-        Row("garbage while ranks join", "shm", partial(while_joining, None), 20, 2),
         Row("garbage to ports of ranks", "hosts", while_working, 5, 1),
     ]

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +26,43 @@ from tiers import few, thorough
 ROOT = Path(__file__).parents[2]
 
 
-def always(right: bool) -> Row:
-    return Row("a fault", "shm", lambda plan: [Trial(right, [1.0, 3.0])] * plan.trials, 4, 2)
-
-
 def guarded(plan: Plan) -> Iterable[Trial]:
     yield Trial(not plan.broken, [2.0])
 
 
-def test_a_row_holds_if_all_is_right_and_its_control_is_not() -> None:
-    found = ran(Row("a fault", "shm", guarded), short=False, minutes=1)
-    assert found.holds
-    assert found.cells() == ["a fault", "shm", "1", "1", "2", "2", "2", "yes", "fails"]
-    assert not ran(always(False), short=False, minutes=1).holds
+def always_right(plan: Plan) -> Iterable[Trial]:
+    return [Trial(True, [1.0, 3.0])] * plan.trials
 
 
-def test_a_control_that_passes_is_an_error() -> None:
-    found = ran(always(True), short=False, minutes=1)
-    assert not found.wrong and not found.holds
-    assert found.cells() == ["a fault", "shm", "4", "4", "1", "3", "3", "yes", "PASSES"]
+def always_wrong(plan: Plan) -> Iterable[Trial]:
+    return [Trial(False)] * plan.trials
 
 
-def test_a_measurement_that_ends_early_is_wrong_and_one_that_cannot_be_made_is_neither() -> None:
-    def ends(plan: Plan) -> Iterable[Trial]:
-        yield Trial(True)
-        raise ValueError("of the harness")
+def ends_early(plan: Plan) -> Iterable[Trial]:
+    yield Trial(True)
+    raise ValueError("of the harness")
 
-    def cannot(plan: Plan) -> Iterable[Trial]:
-        raise NotHere("needs root")
 
-    found = ran(Row("a fault", "shm", ends), short=True, minutes=1)
-    assert not found.holds and "of the harness" in found.wrong[0].said
-    assert ran(Row("a fault", "shm", lambda plan: []), short=True, minutes=1).cells()[-2] == "no"
-    found = ran(Row("a fault", "shm", cannot), short=True, minutes=1)
-    assert found.holds and "| not run: needs root | - |" in table([found])
+def cannot(plan: Plan) -> Iterable[Trial]:
+    raise NotHere("needs root")
+
+
+@pytest.mark.parametrize(
+    ("measure", "holds", "cells"),
+    [
+        (guarded, True, "1 | 1 | 2 | 2 | 2 | yes | fails"),
+        (always_right, False, "4 | 4 | 1 | 3 | 3 | yes | PASSES"),
+        (always_wrong, False, "4 | 0 | - | - | - | no | fails"),
+        (ends_early, False, "2 | 1 | - | - | - | no | fails"),
+        (lambda plan: [], False, "0 | 0 | - | - | - | no | PASSES"),
+        (cannot, True, "- | - | - | - | - | not run: needs root | -"),
+    ],
+)
+def test_rows(measure: Callable[[Plan], Iterable[Trial]], holds: bool, cells: str) -> None:
+    """A row holds if all is right and its control is not; without a measurement it is no failure."""
+    found = ran(Row("a fault", "shm", measure, 4, 2), short=False, minutes=1)
+    assert found.holds == holds
+    assert table([found]).splitlines()[2] == f"| a fault | shm | {cells} |"
 
 
 def test_quantiles() -> None:
@@ -78,7 +81,7 @@ def test_the_page_has_the_table_and_its_rows() -> None:
 
 
 def test_a_row_that_is_run_alone_takes_its_own_place() -> None:
-    results = [ran(always(True), short=False, minutes=1)]
+    results = [ran(Row("a fault", "shm", always_right, 4, 2), short=False, minutes=1)]
     page = "| a fault | hosts | 1 |\n| a fault | shm | old |\n| other | shm | 2 |\n"
     made = with_rows(page, results).splitlines()
     assert made[0] == "| a fault | hosts | 1 |" and made[2] == "| other | shm | 2 |"

@@ -13,8 +13,6 @@ import torch
 
 import interlace
 from sim.benchmark.model_support import ROOT, module
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_host import run_virtual
 from stand_ins.replaced import replaced
 from tiers import thorough
 
@@ -136,26 +134,3 @@ def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight() -> None:
 
     with replaced((lone_rank.configuration, "capability_of", lambda place: 90)):
         assert interlace.run(chunks, 1) == [1]
-
-
-def test_torchs_algorithms_do_not_stop_the_host() -> None:
-    """A stop of the host between steps would be timed in favour of interlace."""
-    pipelined = module("gpu_parts.overlap")
-
-    class Counting(FakeGpu):
-        stops = 0
-
-        def synchronize(self, handle: int | None = None) -> None:
-            self.stops += 1
-            super().synchronize(handle)
-
-    gpu = Counting()
-
-    def on_rank() -> tuple[int, int]:
-        ops, before = pipelined.TorchPipelined(), gpu.stops
-        ops.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
-        during = gpu.stops
-        torch.cuda.synchronize()
-        return during - before, gpu.stops - during
-
-    assert run_virtual(on_rank, 1, gpu) == [(0, 1)]

@@ -143,35 +143,7 @@ def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
         assert sum(map(len, real.values())) > 3 * 12
 
 
-@pytest.mark.parametrize(
-    ("op", "algorithm", "world_size", "nodes"),
-    [
-        (GATHER, "fused", 8, 1), (GATHER, "fused by SMs", 8, 1), (GATHER, "pipelined", 4, 1),
-        (GATHER, "symm_mem", 4, 1), (GATHER, "fused", 8, 2), (SCATTER, "fused", 8, 1),
-        (SCATTER, "symm_mem", 4, 1), (SCATTER, "Kraken", 8, 1), (SCATTER, "fused", 8, 2),
-        (SCATTER, "Triton-distributed nodes", 8, 2), (REDUCE, "fused", 4, 1),
-    ],
-)  # fmt: skip
-def test_one_rank_stands_for_all(op: str, algorithm: str, world_size: int, nodes: int) -> None:
-    case = shape(op, 1024, 1024, 2048, world_size, nodes)
-    one = predict(machine(), case, algorithm)
-    all_of_them = predict(machine(), case, algorithm, everyone=True)
-    assert one.microseconds == pytest.approx(all_of_them.microseconds, rel=1e-9)
-
-
 # -- choices -----------------------------------------------------------------------------------------
-
-
-def test_the_best_chunk_is_no_worse_than_any_other() -> None:
-    choose = module("model.choose")
-    best = choose.best_chunk(machine(), 8192, 1792, 4096)
-    for chunks in (1, 2, 4, 8):
-        tried = configured(best.shape, chunks=chunks)
-        other = predict(machine(), best.shape, "fused", tried).microseconds
-        assert best.microseconds <= other * choose.GOOD_ENOUGH
-    assert best.microseconds <= best.default_us and best.take == "fused"
-    assert choose.best_chunk(machine(), 1024, 6656, 16384).take == "unfused"
-    assert best.chunk_rows % 128 == 0 and best.chunk_bytes == best.chunk_rows * 4096 * 2
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -333,35 +333,7 @@ const faults = [];
 addEventListener("error", event => faults.push(event.message));
 addEventListener("securitypolicyviolation", event => faults.push(event.violatedDirective));
 </script>"""
-AFTER = """<script>
-const find = selector => document.querySelector(selector);
-const count = selector => document.querySelectorAll(selector).length;
-const style = (selector, name) => getComputedStyle(find(selector))[name];
-const source = () => [find(".source .what").innerText, find(".here").innerText];
-function click(selector) {
-  find(selector).scrollIntoView({block: "center", inline: "center"});
-  const box = find(selector).getBoundingClientRect();
-  const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
-  hit.dispatchEvent(new MouseEvent("click", {bubbles: true, cancelable: true}));
-}
-function at(time) {
-  const slider = find("input[type=range]");
-  slider.value = time;
-  slider.dispatchEvent(new Event("input"));
-  return [find(".now").innerText, Number(find(".later").getAttribute("x"))];
-}
-addEventListener("load", async () => {
-  const values = [];
-  for (const step of [STEPS]) {
-    values.push(step() ?? null);
-    await new Promise(done => setTimeout(done, 10));  // for the page's own events
-  }
-  const element = document.createElement("pre");
-  element.textContent = JSON.stringify([...values, faults]);
-  element.id = "values";
-  document.body.append(element);
-});
-</script></body>"""
+AFTER = pathlib.Path(__file__).with_name("report_page.js").read_text()
 
 
 def shown(page: pathlib.Path, *steps: str, fragment: str = "", options: str = "") -> list[Any]:
@@ -369,7 +341,8 @@ def shown(page: pathlib.Path, *steps: str, fragment: str = "", options: str = ""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"needs one of {', '.join(BROWSERS)}, and none is on PATH")
-    script = AFTER.replace("STEPS", ", ".join(f"() => ({step})" for step in steps))
+    body = AFTER.replace("[STEPS]", f"[{', '.join(f'() => ({step})' for step in steps)}]")
+    script = f"<script>{body}</script></body>"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = pathlib.Path(folder, "page.html")
         text = page.read_text().replace("<head>", BEFORE, 1)
