@@ -2,9 +2,9 @@
 
     python torch_suite.py gloo|interlace WORLD_SIZE|FILE RESULTS [PATTERN ...]
 
-Writes one line of JSON per test to RESULTS: name, verdict ("pass", "skip", "fail"), seconds, message. The
-suite reads backend and world size at import, so each combination runs in a new process. Each test forks its
-ranks from that process after all imports.
+Writes one line of JSON per test to RESULTS: name, verdict ("pass", "skip", "fail"), message. It reads
+backend and world size at import, so each combination runs in a new process. Each test forks its ranks from
+that process after all imports.
 """
 
 import json
@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 import types
 import unittest
 from collections.abc import Iterator
@@ -48,42 +47,19 @@ class Recorder(unittest.TestResult):
     def __init__(self, file: TextIO) -> None:
         super().__init__()
         self._file = file
-        self._start = 0.0
 
-    def startTest(self, test: unittest.TestCase) -> None:
-        super().startTest(test)
-        self._start = time.monotonic()
-
-    def _write(self, test: unittest.TestCase, verdict: str, message: str = "") -> None:
-        record = {
-            "test": name_of(test),
-            "verdict": verdict,
-            "seconds": round(time.monotonic() - self._start, 2),
-            "message": message[-MESSAGE_LENGTH:],
-        }
+    def stopTest(self, test: unittest.TestCase) -> None:
+        """Write a failed subtest as a failure of its test."""
+        super().stopTest(test)
+        unexpected = [(each, "was expected to fail") for each in self.unexpectedSuccesses]
+        wrong = [*self.failures, *self.errors, *unexpected]
+        failed = [text for each, text in wrong if test in (each, getattr(each, "test_case", None))]
+        skipped = [reason for each, reason in self.skipped if each is test]
+        verdict = "fail" if failed else "skip" if skipped else "pass"
+        message = "\n".join(failed or skipped)[-MESSAGE_LENGTH:]
+        record = {"test": name_of(test), "verdict": verdict, "message": message}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        self._write(test, "pass")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        self._start = self._start or time.monotonic()
-        self._write(test, "skip", reason)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._write(test, "fail", self._exc_info_to_string(err, test))
-
-    addError = addFailure
-
-    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._write(test, "pass")
-
-    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
-        self._write(test, "fail", "passed, and was expected to fail")
-
-    def addSubTest(self, *_: Any) -> None:
-        """The test as a whole is reported."""
 
 
 def fork_ranks(test: Any) -> None:

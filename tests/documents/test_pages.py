@@ -143,48 +143,34 @@ def test_what_is_not_run_elsewhere_is_seen(place: str, command: str, fault: str)
     assert found == fault.replace("PLACE", place)
 
 
-def test_lines_and_their_marks() -> None:
+def test_lines_and_their_marks(tmp_path: pathlib.Path) -> None:
     page = """
 <!-- tests add: --a -->
 <!-- tests add: --b; in: two -->
 <!-- needs: hosts; in: three -->
-<!-- run by: .ci/run; in: four -->
+<!-- run by: .ci/run; in: false -->
 
 ```bash
-one   # "two" stands here
+echo one   # "two" stands here
 print three
-four \\
+false \\
   --long
-five '#'
-```
-"""
-    (block,) = pages.blocks(page)
-    said = [(line.tested, line.needs, line.run_by) for line in block.lines]
-    assert said == [
-        ("one --b", "", ""),
-        ("print three --a", "hosts", ""),
-        ("four    --long --a", "", ".ci/run"),
-        ("five '#' --a", "", ""),
-    ]
-    assert [line.runs for line in block.lines] == [True, False, False, True]
-
-
-def test_options_are_added_and_lines_left_out(tmp_path: pathlib.Path) -> None:
-    page = """
-<!-- tests add: more; in: one -->
-<!-- needs: hosts; in: three -->
-
-```bash
-echo one
-echo two
-false three
+echo five '#'
 ```
 
 ```text
-one more
-two
+one --b
+five # --a
 ```
 """
+    (block,) = pages.blocks(page)
+    assert [(line.tested, line.needs, line.run_by) for line in block.lines] == [
+        ("echo one --b", "", ""),
+        ("print three --a", "hosts", ""),
+        ("false    --long --a", "", ".ci/run"),
+        ("echo five '#' --a", "", ""),
+    ]
+    assert [line.runs for line in block.lines] == [True, False, False, True]
     assert differences(page, tmp_path) == []
 
 

@@ -80,9 +80,8 @@ def _member(
     on_rank: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 2
-    )  # hides the text that C++ prints if it ends the process
+    # hides the text that C++ prints if it ends the process
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that newer releases have too
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -107,8 +106,8 @@ def _member(
 class Crew:
     """The processes of some ranks. ``said(rank)`` returns the next message of a rank."""
 
-    def __init__(self, processes: list[Any], ends: list[Any], store: TCPStore) -> None:
-        self.processes, self.store, self._ends = processes, store, ends
+    def __init__(self, processes: list[Any], ends: list[Any]) -> None:
+        self.processes, self._ends = processes, ends
         self.ranks = range(len(processes))
 
     def said(self, rank: int, seconds: float = LONG) -> Any:
@@ -156,7 +155,7 @@ def crew(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rest = (store.port, timeout, on_rank, arguments)
     with started(_member, world_size, place, *rest) as (processes, ends):
-        yield Crew(processes, ends, store)
+        yield Crew(processes, ends)
 
 
 def repeated(
