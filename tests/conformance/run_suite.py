@@ -5,7 +5,7 @@
     python tests/conformance/run_suite.py --update              run gloo, and store the tests that it passes
     python tests/conformance/run_suite.py --pytorch ~/pytorch   the tests of FILES, with gloo too; hours
 
-interlace replaces gloo (``impersonation.py``), because many of torch's tests run for known names only.
+interlace replaces gloo, because many of torch's tests run for known names only.
 ``gloo_passes.json`` lists the tests that gloo passes for one release of torch; with another, gloo is run
 too. Torch's wheels have no more tests: ``--pytorch`` names a checkout of the installed release. Tests
 that ask for GPUs run on the CPU there. Exit code 1 if interlace fails a test that gloo passes.
