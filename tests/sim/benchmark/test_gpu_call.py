@@ -66,7 +66,7 @@ def test_every_step_of_the_calls_runs(tmp_path: pathlib.Path) -> None:
         with tarfile.open(tmp_path / f"{call}.tgz") as packed:
             logs = {f"{call}/{name}.log" for name in names}
             assert logs | {f"{call}/summary.txt"} <= {*packed.getnames()}
-    third = run("3", tmp_path)
+    third = run("3", tmp_path / "third")
     assert third.returncode == 0, third.stdout + third.stderr
     assert "== check-odd: status 0" in third.stdout and "== small: status 0" in third.stdout
 
