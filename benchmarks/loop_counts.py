@@ -1,12 +1,12 @@
 """Counts of the loops that matter, from SASS, for a table in docs/reference/loop-counts.md; needs no GPU.
 
-    python benchmarks/loop_counts.py benchmarks/results/loops.json --before benchmarks/results/loops.json
+    FILE=benchmarks/results/loops.json; python benchmarks/loop_counts.py --out $FILE --before $FILE
 
 writes the counts of the imported interlace's kernels, beside the counts before: ``--before`` is a file from
 this script, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. If it has counts
 from before for a kernel, those are kept. ``python -m interlace build --json`` has all loops.
 
-    python benchmarks/loop_counts.py benchmarks/results/packed.json --packed
+    python benchmarks/loop_counts.py --out benchmarks/results/packed.json --packed
 
 writes the counts for products of block-scaled operands.
 """
@@ -120,7 +120,7 @@ def write(options: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--packed", action="store_true")
     options = parser.parse_args()

@@ -8,15 +8,12 @@ text is "cpu". Exit code 1 unless all pass on interlace; gloo is for comparison.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 FILE = "test/distributed/test_autograd.py"
-LIMIT_SECONDS = 300
 
 
 def said_by_tests(file: Path) -> dict[str, str]:
@@ -52,19 +49,14 @@ def run_rank(file: Path, backend: str) -> None:
 
 
 def main(folder: Path) -> int:
+    from support import under_torchrun
+
     failures = 0
     for ranks in (2, 4):
         for backend in ("gloo", "interlace"):
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-            done = subprocess.run(
-                [*command, __file__, str((folder / FILE).absolute()), backend],
-                stdout=subprocess.PIPE,
-                timeout=LIMIT_SECONDS,
-                check=True,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            everyone = json.loads(done.stdout.splitlines()[-1])
+            command = f"torchrun --nproc-per-node={ranks} {__file__}"
+            printed = under_torchrun(command, str((folder / FILE).absolute()), backend)
+            everyone = json.loads(printed.splitlines()[-1])
             failed = {name: said for each in everyone for name, said in each.items() if said}
             passed = len(everyone[0]) - len(failed)
             print(f"{backend}, {ranks} ranks: {passed} of {len(everyone[0])} pass")

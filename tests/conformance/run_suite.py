@@ -2,11 +2,10 @@
 
     python tests/conformance/run_suite.py                       process groups, both world sizes, minutes
     python tests/conformance/run_suite.py -w 2 broadcast reduce   tests whose name matches one of these
-    python tests/conformance/run_suite.py --json results.json   every test: verdict, seconds, message
     python tests/conformance/run_suite.py --update              run gloo, and store the tests that it passes
     python tests/conformance/run_suite.py --pytorch ~/pytorch   the tests of FILES, with gloo too; hours
 
-interlace replaces gloo (``impersonation.py``), because many of torch's tests run for known names only.
+interlace replaces gloo, because many of torch's tests run for known names only.
 ``gloo_passes.json`` lists the tests that gloo passes for one release of torch; with another, gloo is run
 too. Torch's wheels have no more tests: ``--pytorch`` names a checkout of the installed release. Tests
 that ask for GPUs run on the CPU there. Exit code 1 if interlace fails a test that gloo passes.
@@ -131,7 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
         "-w", "--world-size", action="append", help="may be repeated; 2 and 4 by default"
     )
     parser.add_argument("--pytorch", type=Path, help="run FILES of this checkout instead")
-    parser.add_argument("--json", type=Path, help="write the record of every test to this file")
     parser.add_argument("--update", action="store_true", help="run gloo and store what it passes")
     chosen = parser.parse_args(arguments)
     world_sizes = chosen.world_size or WORLD_SIZES
@@ -143,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         store(results)
         print(f"written to {STORED}")
         return 0
-    everything, failed = [], False
+    failed = False
     if folder := chosen.pytorch and chosen.pytorch.expanduser() / "test/distributed":
         files = sorted(file for each in FILES for file in folder.glob(each))
         world_sizes = [str(file.absolute()) for file in files] or parser.error(f"none in {folder}")
@@ -152,15 +150,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not passed:  # such as a file of another release, that cannot be imported
             continue
         results = run("interlace", what, chosen.patterns)
-        everything.append(results)
         print(results, flush=True)
         for name in sorted(passed - results.passed):
             failed = True
             record = next((each for each in results.records if each["test"] == name), {})
             print(f"FAILED, and gloo passes it: {name}\n{record.get('message', 'not run')}")
-    if chosen.json:
-        content = [{**vars(each), "torch": torch.__version__} for each in everything]
-        chosen.json.write_text(json.dumps(content, indent=1))
     return 1 if failed else 0
 
 

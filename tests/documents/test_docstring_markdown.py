@@ -1,50 +1,56 @@
-"""Every docstring of the library converts to the Markdown of the reference pages; griffe is not needed."""
+"""Docstrings of the library convert to the Markdown of the reference pages; griffe is not needed."""
 
 import ast
-import importlib.util
+import importlib
+import inspect
+import pathlib
+import re
 import sys
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import pages
+from documents.test_site import loaded
 
-PACKAGE = pages.ROOT / "python/interlace"
-CONVERTER = pages.ROOT / "docs/reference/docstrings.py"
+HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture
-def markdown(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def markdown(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object))
-    spec = importlib.util.spec_from_file_location("docstrings", CONVERTER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    converter: Callable[[str], str] = module.markdown
-    return converter
+    return loaded("docs/reference/docstrings.py").markdown
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each docstring."""
+def test_every_docstring_converts(markdown: Any) -> None:
+    faults = []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in sorted((pages.ROOT / "python/interlace").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                yield f"{file}:{node.body[0].lineno}", text
-
-
-def test_every_docstring_converts(markdown: Callable[[str], str]) -> None:
-    faults = []
-    for place, text in docstrings():
-        try:
-            markdown(text)
-        except ValueError as error:
-            faults.append(f"{place}: {error}")
+                try:
+                    markdown(text)
+                except ValueError as error:
+                    faults.append(f"{file}:{node.body[0].lineno}: {error}")
     assert not faults, "indent the block after '::': " + ", ".join(faults)
-
-
-def test_a_table_that_is_not_indented_is_a_fault(markdown: Callable[[str], str]) -> None:
-    assert "```text\na | b\n```" in markdown("As a table::\n\n    a | b\n")
     with pytest.raises(ValueError):
         markdown("As a table::\n\na | b\n")
+
+
+def test_docstrings_are_put_into_a_form_that_renders(markdown: Any) -> None:
+    source, result = (HERE / f"docstring.{end}" for end in ("txt", "md"))
+    assert markdown(source.read_text()) == result.read_text()
+
+
+def test_every_parameter_has_a_row(markdown: Any) -> None:
+    page = (pages.ROOT / "docs/reference/api/collectives.md").read_text()
+    names = re.findall(r"^::: (interlace\.[a-z_]+)$", page, re.MULTILINE)
+    assert len(names) > 20
+    for name in [*names, "interlace.functional.all_reduce", "interlace.all_gather_matmul"]:
+        module, _, function = name.rpartition(".")
+        called = getattr(importlib.import_module(module), function)
+        parameters = list(inspect.signature(called).parameters)
+        text = markdown(inspect.getdoc(called), parameters)
+        rows = re.findall(r"^    (\w+): \S", text.partition("\nArgs:\n")[2], re.MULTILINE)
+        assert set(parameters) <= set(rows) and "---\n" not in text, name

@@ -130,72 +130,47 @@ def test_what_is_run_elsewhere_is(name: str, line: pages.Line) -> None:
 @pytest.mark.parametrize(
     ("place", "command", "fault"),
     [
-        (".ci/run", "make clean", ".ci/run has no 'make clean'"),
-        (
-            "tests/repository/test_action.py",
-            "make",
-            "tests/repository/test_action.py has no 'make'",
-        ),
-        (
-            "tests/repository/test_action.py",
-            "x = 1\ny = 2",
-            "tests/repository/test_action.py has no 'README.md'",
-        ),
-        (
-            "docs/tutorials/start.md",
-            "pip install .",
-            "docs/tutorials/start.md does not run 'pip install .'",
-        ),
-        ("docs/how-to/train/layers.md", "ls", "docs/how-to/train/layers.md does not run 'ls'"),
-        ("docs/none.md", "ls", "there is no docs/none.md"),
+        (".ci/run", "make clean", "PLACE has no 'make clean'"),
+        ("tests/repository/test_action.py", "make", "PLACE has no 'make'"),
+        ("tests/repository/test_action.py", "x = 1\ny = 2", "PLACE has no 'README.md'"),
+        ("docs/tutorials/start.md", "pip install .", "PLACE does not run 'pip install .'"),
+        ("docs/how-to/train/layers.md", "ls", "PLACE does not run 'ls'"),
+        ("docs/none.md", "ls", "there is no PLACE"),
     ],
 )
 def test_what_is_not_run_elsewhere_is_seen(place: str, command: str, fault: str) -> None:
-    assert pages.not_there(pages.Line(command, run_by=place), "README.md") == fault
+    found = pages.not_there(pages.Line(command, run_by=place), "README.md")
+    assert found == fault.replace("PLACE", place)
 
 
-def test_lines_and_their_marks() -> None:
+def test_lines_and_their_marks(tmp_path: pathlib.Path) -> None:
     page = """
 <!-- tests add: --a -->
 <!-- tests add: --b; in: two -->
 <!-- needs: hosts; in: three -->
-<!-- run by: .ci/run; in: four -->
+<!-- run by: .ci/run; in: false -->
 
 ```bash
-one   # "two" stands here
+echo one   # "two" stands here
 print three
-four \\
+false \\
   --long
-five '#'
-```
-"""
-    (block,) = pages.blocks(page)
-    said = [(line.tested, line.needs, line.run_by) for line in block.lines]
-    assert said == [
-        ("one --b", "", ""),
-        ("print three --a", "hosts", ""),
-        ("four    --long --a", "", ".ci/run"),
-        ("five '#' --a", "", ""),
-    ]
-    assert [line.runs for line in block.lines] == [True, False, False, True]
-
-
-def test_options_are_added_and_lines_left_out(tmp_path: pathlib.Path) -> None:
-    page = """
-<!-- tests add: more; in: one -->
-<!-- needs: hosts; in: three -->
-
-```bash
-echo one
-echo two
-false three
+echo five '#'
 ```
 
 ```text
-one more
-two
+one --b
+five # --a
 ```
 """
+    (block,) = pages.blocks(page)
+    assert [(line.tested, line.needs, line.run_by) for line in block.lines] == [
+        ("echo one --b", "", ""),
+        ("print three --a", "hosts", ""),
+        ("false    --long --a", "", ".ci/run"),
+        ("echo five '#' --a", "", ""),
+    ]
+    assert [line.runs for line in block.lines] == [True, False, False, True]
     assert differences(page, tmp_path) == []
 
 
@@ -245,67 +220,16 @@ def test_what_a_page_does_is_seen(tmp_path: pathlib.Path) -> None:
     """Files that are saved, patched and continued; outputs that are right, wrong and of the moment."""
     (tmp_path / "right").mkdir()
     (tmp_path / "wrong").mkdir()
-    page = """
-Save as `one.py`:
-
-```python
-print("one")
-X = 1
-```
-
-```text
-one
-```
-
-<!-- continues -->
-
-```python
-print(X + 1)
-```
-
-```text
-2
-```
-
-Save the same with another number as `two.py`:
-
-```diff
---- one.py
-+++ two.py
-@@ -1,2 +1,2 @@
- print("one")
--X = 1
-+X = 2
-```
-
-```console
-$ python two.py
-one
-3
-$ echo done
-done
-```
-
-```bash
-date
-```
-
-<!-- varies -->
-
-```text
-yesterday
-```
-"""
+    page = pathlib.Path(__file__).with_name("example_page.md").read_text()
     assert differences(page, tmp_path / "right") == []
     (found,) = differences(page.replace("3\n$", "4\n$"), tmp_path / "wrong")
     assert found.startswith("line 34 prints") and "4" in found
 
 
-def test_a_block_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        differences("```python\n1 / 0\n```\n", tmp_path)
-
-
-def test_a_command_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(AssertionError, match="exit status 3"):
-        differences("```bash\nexit 3\n```\n", tmp_path)
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [("```python\n1 / 0\n```\n", "ZeroDivisionError"), ("```bash\nexit 3\n```\n", "status 3")],
+)
+def test_what_fails_is_seen(block: str, said: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match=said):
+        differences(block, tmp_path)

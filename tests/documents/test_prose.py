@@ -89,75 +89,14 @@ def test_kinds(sentence: str, kinds: list[str]) -> None:
     assert kinds_of("where it is", "help") == ("fragment",)
 
 
-PAGE = """# What is here
-
-One rank. What two ranks
-do. Three ranks.
-
-| who | when |
-|---|---|
-| one rank | Who waits is late |
-
-```python
-# what a program says
-```
-
-a
-b
-c
-d
-e
-f is on
-"""
-FILE = '''"""Start ranks. As
-here::
-
-    What a program says.
-
-They wait.
-
-Parameters
-----------
-first : of a rank
-
->>> what(a program) says
-"""
-
-x = 1  # what a rank has
-
-
-# The comment. Who
-# waits is late.
-def told(own):
-    raise ValueError(f"{own} of two ranks is no rank")
-'''
-
-
 def test_faults_of_a_page_and_of_a_file_are_found_where_they_are() -> None:
-    headless = ("headless",)
-    assert [(text.line, text.kinds) for text in page_texts("docs/how-to/run/a.md", PAGE)] == [
-        (3, ()),
-        (3, headless),
-        (4, ()),
-        (8, ()),
-        (8, headless),
-        (14, ()),
-        (14, ("long paragraph",)),
-    ]
-    found = source_texts("python/interlace/a.py", FILE)
-    assert [(text.part, text.line, text.kinds) for text in found] == [
-        ("internal docstrings", 1, ()),
-        ("internal docstrings", 1, ()),
-        ("internal docstrings", 6, ()),
-        ("internal docstrings", 10, headless),
-        ("comments", 15, headless),
-        ("comments", 18, ()),
-        ("comments", 18, headless),
-        ("messages", 21, ("negation",)),
-        ("names", 20, ("participle",)),
-        ("names", 15, ()),
-        ("names", 20, ("participle",)),
-    ]
+    """The second file of an example has its findings."""
+    examples = pathlib.Path(__file__).parent
+    for name, read in (("prose_example.md", page_texts), ("prose_example.txt", source_texts)):
+        file = "docs/how-to/run/a.md" if name.endswith("md") else "python/interlace/a.py"
+        found = read(file, (examples / name).read_text())
+        lines = [f"{text.line} {text.part}: {' '.join(text.kinds) or '-'}" for text in found]
+        assert lines == (examples / f"{name}.findings").read_text().splitlines()
     long_page = next(page_texts("docs/how-to/run/a.md", "a\n\n" * 200))
     assert long_page.kinds == ("long page",)
 

@@ -9,10 +9,22 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from cases.op_tools import (
+    NAMES,
+    NO_OPS,
+    SAME,
+    TOOLS,
+    WHY_NOT,
+    names_of,
+    public_ops,
+    stood_for,
+    table,
+)
 from documents.test_docstrings import names as shown
 from documents.test_site import PUBLIC
 from interlace.ops.library import OPS
 
+OPS_PAGE = pathlib.Path(__file__).parents[2] / "docs/reference/ops.md"
 LIST = pathlib.Path(__file__).with_name("public_names.txt")
 # Whole files that users import from; others are found by a module's __all__ or in the reference.
 FILES = (
@@ -62,6 +74,19 @@ def test_public_names_are_those_of_the_list() -> None:
 def test_a_path_that_pages_named_is_the_same_file(name: str) -> None:
     now = importlib.import_module(f"interlace.benchmark.{name}")
     assert importlib.import_module(f"interlace.benchmark.timing.{name}") is now
+
+
+def test_the_page_of_ops_has_every_op_with_its_tools() -> None:
+    """A tool that lacks an op has a reason; nothing is said of ops and names that are not there."""
+    assert table() in OPS_PAGE.read_text()
+    assert not [key for key in WHY_NOT if names_of(*key)], "a reason for what is there"
+    ops, public = set(stood_for()), set(public_ops())
+    assert {op for op, _ in (*NAMES, *WHY_NOT)} <= ops
+    assert set(SAME) <= public and set(NO_OPS) <= public
+    for (op, tool), names in NAMES.items():
+        assert set(names) <= set(TOOLS[tool]), (op, tool)
+    for tool in ("bench", "tune", "bundle"):
+        assert set(TOOLS[tool]) == {name for op in ops for name in names_of(op, tool)}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
-
 import interlace
 import pages
 from interlace.cli.main import COMMANDS
@@ -227,91 +225,3 @@ def test_names_that_stand_for_those_of_other_libraries_are_there() -> None:
     page = (ROOT / "docs/how-to/migrate/libraries.md").read_text()
     assert page.count("`interlace.") > 50 and unknown(page) == []
     assert unknown("`interlace.all_gather`, `interlace.nn.gone`") == ["interlace.nn.gone"]
-
-
-def converter() -> Any:
-    return loaded("docs/reference/docstrings.py")
-
-
-SOURCE = """What it does, as :func:`other`.
-
-Parameters
-----------
-a, b : two things, ``(n, k)``,
-    of one shape.
-
-Raises
-------
-ValueError : always.
-
-Returns
--------
-Nothing. Like this::
-
-    a | b
-
->>> f(1)
-2
-
-More.
-"""
-RESULT = """What it does, as `other`.
-
-
-Args:
-    a: two things, ``(n, k)``, of one shape.
-    b: two things, ``(n, k)``, of one shape.
-
-
-
-Raises:
-    ValueError: always.
-
-
-
-**Returns.**
-Nothing. Like this:
-
-```text
-a | b
-```
-
-
-```pycon
->>> f(1)
-2
-```
-
-
-More.
-"""
-
-
-@thorough
-def test_docstrings_are_put_into_a_form_that_renders() -> None:
-    assert converter().markdown(SOURCE) == RESULT
-
-
-@thorough
-def test_every_parameter_has_a_row() -> None:
-    page = (ROOT / "docs/reference/api/collectives.md").read_text()
-    names = [
-        f"interlace.{name}"
-        for name in re.findall(r"^::: interlace\.([a-z_]+)$", page, re.MULTILINE)
-    ]
-    assert len(names) > 20
-    for name in [*names, "interlace.functional.all_reduce", "interlace.all_gather_matmul"]:
-        module, _, function = name.rpartition(".")
-        called = getattr(importlib.import_module(module), function)
-        parameters = list(inspect.signature(called).parameters)
-        made = converter().markdown(inspect.getdoc(called), parameters)
-        rows = re.findall(r"^    (\w+): \S", made.partition("\nArgs:\n")[2], re.MULTILINE)
-        assert set(parameters) <= set(rows), name
-
-
-@thorough
-@pytest.mark.parametrize("name", ["interlace.all_gather_matmul", "interlace.verify.races"])
-def test_no_docstring_section_is_left_over(name: str) -> None:
-    module, _, function = name.rpartition(".")
-    text = getattr(importlib.import_module(module), function).__doc__
-    assert "---\n" in text and "---\n" not in converter().markdown(text)

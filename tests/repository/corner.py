@@ -29,7 +29,6 @@ PARTS = {
         "tests/multi",
         "--ignore=tests/multi/process_group",
         "--ignore=tests/multi/functional",
-        "--ignore=tests/multi/cli/test_pages.py",  # their figures are for the pinned torch
     ),
     "build": ("tests/build",),
     "backend": ("tests/multi/process_group", "tests/conformance"),

@@ -1,10 +1,9 @@
 """Processor seconds of the tests, by file: ``python tests/repository/cost.py [options of pytest]``.
 
     own         the process that runs the tests: imports, simulated ranks, interpreted kernels
-    compilers   processes that compile kernels, with their tools
-    processes   all other processes that the tests start: ranks, commands, scripts
+    processes   processes that the tests start: ranks, commands, compilers
     waiting     seconds in which none of these ran
-    tests       how many
+    tests       number of tests
 
 Below the table are the sum, and the seconds of the whole run with all of its processes. Run it after
 ``make .venv/test`` on a quiet machine. Empty ``~/.triton`` first to measure with cold caches.
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -28,34 +26,22 @@ import pytest
 
 FOLDER = "TESTS_COST_FOLDER"
 SET_CHILD_SUBREAPER = 36  # an option of prctl
-COMPILER = b"compiler/start.py"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def _statistics() -> dict[int, tuple[int, float]]:
-    """Return the parent and the processor seconds of every process, including its ended children."""
-    found = {}
+def processes_below(root: int) -> float:
+    """Return the processor seconds of a process and of all below it, with their ended children."""
+    parents, seconds = dict[int, int](), dict[int, float]()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
+        with contextlib.suppress(OSError):
             fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found[int(pid)] = int(fields[1]), sum(map(int, fields[11:15])) / TICKS
-    return found
+            parents[int(pid)] = int(fields[1])
+            seconds[int(pid)] = sum(map(int, fields[11:15])) / TICKS
 
+    def below(pid: int) -> bool:
+        return pid == root or (pid in parents and below(parents[pid]))
 
-def _tree(root: int) -> dict[int, float]:
-    known = _statistics()
-    below = defaultdict(list)
-    for pid, (parent, _) in known.items():
-        below[parent].append(pid)
-    found, left = {}, [root]
-    while left:
-        pid = left.pop()
-        if pid in known:
-            found[pid] = known[pid][1]
-            left += below[pid]
-    return found
+    return sum(used for pid, used in seconds.items() if below(pid))
 
 
 class Meter:
@@ -63,32 +49,19 @@ class Meter:
 
     def __init__(self, folder: str) -> None:
         self._file = open(pathlib.Path(folder, f"{os.getpid()}.json"), "w")  # noqa: SIM115
-        self._compilers: dict[int, float] = {}
-        self._before = (time.monotonic(), 0.0, 0.0, 0.0)
+        self._before = (time.monotonic(), 0.0, 0.0)
         self._tests = 0
 
-    def _now(self) -> tuple[float, float, float, float]:
-        own = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        tree = _tree(os.getpid())
-        for pid in tree:
-            self.sample(pid)
-        return time.monotonic(), own, sum(self._compilers.values()), sum(tree.values()) - own
-
-    def sample(self, pid: int) -> None:
-        """Note the processor seconds of a compiling process."""
-        try:
-            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return
-        if COMPILER in command:
-            self._compilers[pid] = sum(_tree(pid).values())
-
     def write(self, name: str) -> None:
-        now = self._now()
-        wall, own, compilers, others = (b - a for a, b in zip(self._before, now, strict=True))
-        row = {"file": name, "own": own, "compilers": compilers, "processes": others - compilers}
-        row |= {"waiting": max(0.0, wall - own - others), "tests": self._tests}
-        print(json.dumps(row), file=self._file, flush=True)
+        own = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        now = time.monotonic(), own, processes_below(os.getpid()) - own
+        wall, own, others = (b - a for a, b in zip(self._before, now, strict=True))
+        row = {"file": name, "own": own, "processes": max(0.0, others), "tests": self._tests}
+        print(
+            json.dumps({**row, "waiting": max(0.0, wall - own - others)}),
+            file=self._file,
+            flush=True,
+        )
         self._before, self._tests = now, 0
 
     @pytest.hookimpl
@@ -106,17 +79,7 @@ class Meter:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not getattr(config.option, "numprocesses", None):  # it runs tests itself
-        from interlace.runtime.compiler import pool
-
-        meter = Meter(os.environ[FOLDER])
-        config.pluginmanager.register(meter)
-        close = pool._Server.close
-
-        def closed(server: Any) -> None:
-            meter.sample(server.process.pid)
-            close(server)
-
-        pool._Server.close = closed  # type: ignore[method-assign]
+        config.pluginmanager.register(Meter(os.environ[FOLDER]))
 
 
 def main(options: list[str]) -> int:
@@ -134,15 +97,14 @@ def main(options: list[str]) -> int:
         wall = time.monotonic() - began
         lines = [each.read_text().splitlines() for each in pathlib.Path(folder).iterdir()]
     rows = [json.loads(line) for each in lines for line in each]
-    print(f"{'own':>8} {'compilers':>9} {'processes':>9} {'waiting':>8} {'tests':>6}  file")
-    names = ("own", "compilers", "processes", "waiting", "tests")
-    sums = {name: sum(row[name] for row in rows) for name in names}
-    rows.sort(key=lambda row: -(row["own"] + row["compilers"] + row["processes"]))
-    for row in [*rows, {"file": "(all)", **sums}]:
-        figures = [
-            f"{row[name]:{width}.1f}" for name, width in zip(names[:4], (8, 9, 9, 8), strict=True)
-        ]
-        print(*figures, f"{row['tests']:6d} ", row["file"])
+    rows.sort(key=lambda row: -(row["own"] + row["processes"]))
+    names = "own", "processes", "waiting", "tests"
+    print(*(f"{name:>10}" for name in names), " file")
+    for row in [
+        *rows,
+        {**{name: sum(row[name] for row in rows) for name in names}, "file": "(all)"},
+    ]:
+        print(*(f"{row[name]:10.1f}" for name in names), "", row["file"])
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"the whole run: {used.ru_utime + used.ru_stime:.0f} processor seconds in {wall:.0f} s")
     return status

@@ -1,13 +1,12 @@
 """The layout that ``house.py`` plans, and the independence of ``interlace`` from ``interlace_verify``."""
 
 import ast
-import functools
 import os
 import pathlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -21,8 +20,6 @@ REGISTERS = ("interlace.compile",)  # faces that tell torch of what they hand on
 
 # both public, of a bundle and to measure; a lease, and the same as an argument of kernels
 NAMED_TWICE = ["Kernel", "Workspace"]
-# each would do for many classes: in the model of ``benchmarks`` too it names one type at most
-WORDS = "Host Machine Node Nodes Outcome Part Prepared Segment Step Steps Target Ways"
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +60,16 @@ def upward(plan: dict[str, str]) -> list[str]:
     return found
 
 
-@functools.cache
-def named(text: str) -> tuple[list[str], list[str]]:
-    """The classes of a file, and its names by assignment."""
-    classes, others = list[str](), list[str]()
-    for node in ast.walk(house.parsed(text)):
-        if isinstance(node, ast.ClassDef):
-            classes.append(node.name.lstrip("_"))
-        elif isinstance(node, ast.Assign):
-            others += [to.id.lstrip("_") for to in node.targets if isinstance(to, ast.Name)]
-    return classes, others
-
-
-def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
-    """Return names of several classes, or of a class and another type, in all files; or only ``words``."""
-    found = [named(text) for text in texts]
-    names = Counter(name for both in found for some in both for name in some)
-    return sorted(
-        name for name in words or {n for some, _ in found for n in some} if names[name] > 1
-    )
+def named_twice(texts: Iterable[str]) -> list[str]:
+    """Return names of several classes, or of a class and another type, in all files."""
+    classes, others = Counter[str](), Counter[str]()
+    for text in texts:
+        for node in ast.walk(house.parsed(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name.lstrip("_")] += 1
+            elif isinstance(node, ast.Assign):
+                others.update(to.id.lstrip("_") for to in node.targets if isinstance(to, ast.Name))
+    return sorted(name for name, count in classes.items() if count + others[name] > 1)
 
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
@@ -158,13 +146,6 @@ def test_a_name_is_of_one_class() -> None:
     assert named_twice(["class Part: ...", "def f():\n    class _Part: ..."]) == ["Part"]
     assert named_twice(["class Segment: ...\nSegment = tuple[int, int]"]) == ["Segment"]
     assert not named_twice(["class Part: ...", "class RingPart: ...\npart = Part()"])
-
-
-def test_a_word_names_one_type() -> None:
-    model = [file.read_text() for file in (house.ROOT / "benchmarks/model").rglob("*.py")]
-    assert model
-    assert named_twice([*TEXTS.values(), *model], WORDS.split()) == []
-    assert named_twice(["Part = int", "Part = str"], ["Part"]) == ["Part"]
 
 
 def test_folders_are_not_crowded() -> None:

@@ -1,11 +1,9 @@
 """The package table matches the folders, imports go down the floors, and files keep their form."""
 
-import ast
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +21,12 @@ TOP = {
 }
 FOLDERS = ("python", "kernels", "runtime", "tests", "benchmarks")
 MAX_LINES = 800
+IMPORT = re.compile(r"^ *(?:from|import) ([\w.]+)(?= (?:import|as) |,|$)", re.MULTILINE)
+ALLOWED = {  # beginnings of names
+    "kernels": r"(__future__|collections\.abc|typing|triton|interlace\.kernels)\b",
+    "runtime": r"(?!interlace\b(?!\.(runtime|kernels)\b))",
+    "python": "",
+}
 
 
 def sources(*folders: str) -> list[pathlib.Path]:
@@ -31,47 +35,17 @@ def sources(*folders: str) -> list[pathlib.Path]:
     return sorted(f for f in files if "__pycache__" not in f.parts)
 
 
-def inside(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
-
-
-def imports(node: ast.AST, *, in_functions: bool) -> Iterator[tuple[ast.stmt, str]]:
-    """(statement, dotted name) of the imports below ``node``; ``from a import b`` gives ``a.b``."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from ((child, alias.name) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            base = "." * child.level + (child.module or "")
-            yield from ((child, f"{base}.{alias.name}") for alias in child.names)
-        elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from imports(child, in_functions=in_functions)
-
-
 def upward_imports(source: str, floor: str) -> list[str]:
-    """Imports that a file of ``floor`` (kernels, runtime, python) may not have."""
-    found = []
-    for stmt, name in imports(ast.parse(source), in_functions=True):
-        if name.startswith("."):
-            bad = True  # relative imports hide which floor they reach
-        elif floor == "kernels":
-            down = ("__future__", "collections.abc", "typing", "triton", "interlace.kernels")
-            bad = not any(inside(name, package) for package in down)
-        elif floor == "runtime":
-            down = ("interlace.runtime", "interlace.kernels")
-            bad = inside(name, "interlace") and not any(inside(name, package) for package in down)
-        else:
-            bad = False
-        # The second module object of python -m pytest at the root: see test_one_module_object.
-        bad = bad or inside(name, "kernels") or inside(name, "runtime")
-        if bad:
-            found.append(f"line {stmt.lineno}: {name}")
-    return found
+    """Imports that a file of ``floor`` (kernels, runtime, python) may not have.
 
-
-def eager_greenlet(source: str) -> list[str]:
-    """Module-level imports of greenlet, which only the scheduler needs."""
-    found = imports(ast.parse(source), in_functions=False) if "greenlet" in source else []
-    return [f"line {s.lineno}: {name}" for s, name in found if inside(name, "greenlet")]
+    Relative imports hide the floor that they reach. A file under ``kernels`` or ``runtime`` without
+    ``interlace`` before it is a second module object of ``python -m pytest`` at the root.
+    """
+    return [
+        name
+        for name in IMPORT.findall(source)
+        if re.match(r"\.|(kernels|runtime)\b", name) or not re.match(ALLOWED[floor], name)
+    ]
 
 
 def form_faults(source: str) -> list[str]:
@@ -153,18 +127,6 @@ def test_floors_import_downwards(floor: str) -> None:
 )
 def test_upward_imports_are_seen(floor: str, bad: str) -> None:
     assert upward_imports(bad, floor)
-
-
-def test_greenlet_is_lazy() -> None:
-    files = [
-        f
-        for f in sources("kernels", "runtime", "python")
-        if f != ROOT / "runtime/places/sim/scheduler/scheduler.py"
-    ]
-    found = {str(f.relative_to(ROOT)): eager_greenlet(f.read_text()) for f in files}
-    assert not {f: bad for f, bad in found.items() if bad}
-    assert eager_greenlet("try:\n    import greenlet\nexcept ImportError:\n    pass")
-    assert not eager_greenlet("def f():\n    import greenlet")
 
 
 @thorough

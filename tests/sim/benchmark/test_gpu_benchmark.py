@@ -6,18 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import interlace
 from sim.benchmark.model_support import ROOT, module
-from stand_ins.fake_cuda import FakeEvent, FakeGpu
-from stand_ins.fake_driver import installed
-from stand_ins.fake_host import run_virtual
 from stand_ins.replaced import replaced
 from tiers import thorough
 
@@ -139,81 +134,3 @@ def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight() -> None:
 
     with replaced((lone_rank.configuration, "capability_of", lambda place: 90)):
         assert interlace.run(chunks, 1) == [1]
-
-
-class OnCpu(TorchFunctionMode):
-    """A mode that makes tensors for "cuda" on the CPU."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        kwargs |= {"device": "cpu"} if kwargs.get("device") == "cuda" else {}
-        kwargs.pop("pin_memory", None)
-        args = ["cpu" if isinstance(each, str) and each == "cuda" else each for each in args]
-        return function(*args, **kwargs)
-
-
-class TimedEvent(FakeEvent):
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 150.0
-
-
-@pytest.mark.parametrize("connections", [1, 8])
-def test_the_probe_sees_which_streams_share_a_queue(
-    connections: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu, probe = FakeGpu(connections=connections), module("gpu_probe")
-    clock = [0.0]  # an artificial clock: a busy machine changes nothing
-
-    def tick() -> float:
-        clock[0] += 1e-4
-        return clock[0]
-
-    def sleep(cycles: int) -> None:
-        end = clock[0] + cycles / probe.CYCLES / 1e3
-        gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: clock[0] > end]))
-
-    gpu.let_hosts_run = tick  # enqueued work may take a while
-    played = (
-        (probe, "time", SimpleNamespace(perf_counter=tick)),
-        (probe, "SIDE", 128),  # a CPU without instructions for bfloat16 takes a minute for 2048
-        (torch.cuda, "init", lambda: None),
-        (torch.cuda, "caching_allocator_alloc", lambda *given: 1 << 40),
-        (torch.cuda, "caching_allocator_delete", lambda memory: None),
-        (torch.cuda, "_sleep", sleep),
-        (torch.cuda, "Event", TimedEvent),
-        (vars(torch._C), "_host_emptyCache", lambda: None),
-        (module("gpu_parts.timing"), "launch_now", lambda launch, stream: None),
-        (sys, "argv", ["gpu_probe.py"]),
-    )
-    with installed(gpu, *played), OnCpu():
-        assert probe.main() == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert not [each for each in found.values() if isinstance(each, str) and each]  # errors
-    assert found["the 33rd stream is the first again"] and found["microseconds of a poll"] == 0.75
-    step = connections // 4 or 1  # torch makes streams of four priorities in turn
-    assert found["low stream 0 shares its queue with low"] == [*range(step, 32, step)]
-
-
-def test_torchs_algorithms_do_not_stop_the_host() -> None:
-    """A stop of the host between steps would be timed in favour of interlace."""
-    pipelined = module("gpu_parts.overlap")
-
-    class Counting(FakeGpu):
-        stops = 0
-
-        def synchronize(self, handle: int | None = None) -> None:
-            self.stops += 1
-            super().synchronize(handle)
-
-    gpu = Counting()
-
-    def on_rank() -> tuple[int, int]:
-        ops, before = pipelined.TorchPipelined(), gpu.stops
-        ops.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
-        during = gpu.stops
-        torch.cuda.synchronize()
-        return during - before, gpu.stops - during
-
-    assert run_virtual(on_rank, 1, gpu) == [(0, 1)]

@@ -56,7 +56,7 @@ def program(folder: pathlib.Path, text: str) -> str:
 
 
 @thorough
-def test_every_step_of_the_first_two_calls_runs(tmp_path: pathlib.Path) -> None:
+def test_every_step_of_the_calls_runs(tmp_path: pathlib.Path) -> None:
     for call in "12":
         done = run(call, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -66,24 +66,15 @@ def test_every_step_of_the_first_two_calls_runs(tmp_path: pathlib.Path) -> None:
         with tarfile.open(tmp_path / f"{call}.tgz") as packed:
             logs = {f"{call}/{name}.log" for name in names}
             assert logs | {f"{call}/summary.txt"} <= {*packed.getnames()}
-
-
-@thorough
-def test_every_step_of_the_third_call_runs(tmp_path: pathlib.Path) -> None:
-    done = run("3", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "== check-odd: status 0" in done.stdout and "== small: status 0" in done.stdout
+    third = run("3", tmp_path / "third")
+    assert third.returncode == 0, third.stdout + third.stderr
+    assert "== check-odd: status 0" in third.stdout and "== small: status 0" in third.stdout
 
 
 def test_limits_leave_time_for_the_starts_of_the_machine() -> None:
     """There are two calls of at most 330 s and a shorter one; a step that is stopped takes 5 s more."""
     limits = [int(each) for each in re.findall(r"\bseconds=(\d+)", SCRIPT.read_text())]
     assert len(limits) == 2 and limits[0] + 8 <= 330 and limits[1] + 8 <= 180
-
-
-def test_a_dry_run_has_time_where_the_machine_is_slow(tmp_path: pathlib.Path) -> None:
-    limits = re.findall(r"== .* of (\d+) s", run("2", tmp_path, PY="true").stdout)
-    assert min(map(int, limits)) == 4 * 30
 
 
 def test_a_step_that_fails_is_told_and_the_next_begins(tmp_path: pathlib.Path) -> None:
@@ -152,14 +143,25 @@ def test_cases_that_had_no_time_have_not_failed(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"OUT": "/dev/null/y"}, {"WORK": "/dev/null/y"}, {"LIMIT": "abc"}]
+    ("how", "changed", "said"),
+    [
+        (("--dry-run",), {"OUT": "/dev/null/y"}, "/dev/null"),
+        (("--dry-run",), {"WORK": "/dev/null/y"}, "/dev/null"),
+        (("--dry-run",), {"LIMIT": "abc"}, "LIMIT=abc: "),
+        (("--dryrun",), {}, COMMANDS["1"][:-1]),
+        (("--dry-run", "now"), {}, COMMANDS["1"][:-1]),
+        (("", "now"), {}, COMMANDS["1"][:-1]),
+        ((), {}, "no GPU"),
+    ],
 )
-def test_what_cannot_run_stops_at_once_with_one_line(
-    tmp_path: pathlib.Path, changed: dict[str, str]
+def test_a_call_that_cannot_run_stops_at_once(
+    tmp_path: pathlib.Path, how: tuple[str, ...], changed: dict[str, str], said: str
 ) -> None:
-    done = run("1", tmp_path, PY="true", **changed)
-    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
-    assert ("/dev/null" if "LIMIT" not in changed else "LIMIT=abc: ") in done.stderr
+    if not how and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("1", tmp_path, how, **({"PY": "true"} if how else {}), **changed)
+    assert done.returncode == 2 and not done.stdout and said in done.stderr
+    assert len(done.stderr.splitlines()) == 1 or COMMANDS["1"][:-1] in done.stderr
 
 
 def test_results_that_could_not_be_packed_are_a_failure(tmp_path: pathlib.Path) -> None:
@@ -169,24 +171,9 @@ def test_results_that_could_not_be_packed_are_a_failure(tmp_path: pathlib.Path) 
     assert done.returncode == 1 and "NOT packed" in done.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_stops_at_once_with_one_line(tmp_path: pathlib.Path) -> None:
-    done = run("1", tmp_path, how=())
-    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
-    assert "no GPU" in done.stderr
-
-
-@pytest.mark.parametrize("how", [("--dryrun",), ("--dry-run", "now"), ("", "now")])
-def test_other_arguments_are_refused(tmp_path: pathlib.Path, how: tuple[str, ...]) -> None:
-    done = run("1", tmp_path, how=how, PY="true")
-    assert done.returncode == 2 and COMMANDS["1"][:-1] in done.stderr and not done.stdout
-
-
 def test_what_has_no_time_is_left_out(tmp_path: pathlib.Path) -> None:
     done = run("2", tmp_path, PY="true", LIMIT="5")
     assert "processes: left out, no time" in done.stdout and done.returncode == 1
-    wrong = subprocess.run([*COMMANDS["1"].split()[:-1], "4"], cwd=ROOT, capture_output=True)
-    assert wrong.returncode == 2 and COMMANDS["1"][:-1].encode() in wrong.stderr
 
 
 def test_a_kernel_that_the_cache_has_not_is_seen(tmp_path: pathlib.Path) -> None:
@@ -251,20 +238,21 @@ def kernel(late_ns: list[int], sm: int) -> Any:
     return run
 
 
-def test_ctas_that_begin_late_are_counted(facts: Any) -> None:
-    facts.spin = kernel([0], 3)
-    for late_ns, late in (([0], 0), ([0, module("gpu_facts").LATE_NS + 1], SMS // 2)):
-        facts.fat = kernel(late_ns, 0)
-        assert facts.spinning(2) == {"their SMs": 1, "CTAs that begin late": late}
-
-
-@pytest.mark.parametrize("late_ns", [280_000_000, 300_000_001, 900_000_000])
-def test_a_kernel_that_waits_as_a_whole_has_not_run_beside_what_spins(
-    facts: Any, late_ns: int
+@pytest.mark.parametrize(
+    ("spin", "fat", "ranks", "found"),
+    [
+        ([0], [0], 2, {"their SMs": 1, "CTAs that begin late": 0}),
+        ([0], [0, 5_000_001], 2, {"their SMs": 1, "CTAs that begin late": SMS // 2}),
+        ([0], [280_000_000], 8, "the kernel waited 280 ms"),
+        ([0], [900_000_000], 8, "the kernel waited 900 ms"),
+    ],
+)
+def test_a_kernel_beside_spinning_kernels(
+    facts: Any, spin: list[int], fat: list[int], ranks: int, found: Any
 ) -> None:
-    facts.spin, facts.fat = kernel([0], 3), kernel([late_ns], 0)
-    found = facts.spinning(8)
-    assert found.startswith(f"the kernel waited {late_ns / 1e6:.0f} ms"), found
+    facts.spin, facts.fat = kernel(spin, 3), kernel(fat, 0)
+    seen = facts.spinning(ranks)
+    assert seen.startswith(found) if isinstance(found, str) else seen == found
 
 
 def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(facts: Any) -> None:

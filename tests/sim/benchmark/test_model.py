@@ -24,7 +24,6 @@ from sim.benchmark.model_support import (
     shape,
     usage,
 )
-from stand_ins.replaced import replaced
 
 # -- conservation ------------------------------------------------------------------------------------
 
@@ -105,58 +104,7 @@ def test_a_faster_machine_is_not_slower(op: str, parameter: str) -> None:
         assert times[-1] < times[0]
 
 
-# -- waits and orders --------------------------------------------------------------------------------
-
-
-def early_reads(op: str, **options: Any) -> list[Any]:
-    """Return the spans that read data before it was there."""
-    case = shape(op, 1024, 1024, 2048, 4)
-    log: list[Any] = []
-    configuration = configured(case, chunks=2, **options)
-    predict(machine(), case, "fused", configuration, everyone=True, log=log)
-    latency = machine().signal_us
-    if op == GATHER:
-        there = {
-            (span.rank, span.peer, span.index): span.end for span in log if span.kind == "copy"
-        }
-        assert len(there) == 4 * 3 * 2
-        wanted = [span for span in log if span.kind == "tile" and span.peer != span.rank]
-        ready = [there[span.peer, span.rank, span.index] for span in wanted]
-    else:
-        stored = {
-            (span.rank, span.peer, span.index): span.end for span in log if span.kind == "store"
-        }
-        wanted = [span for span in log if span.kind == "sum"]
-        ready = [
-            max(stored[source, span.rank, span.index] for source in range(4) if source != span.rank)
-            for span in wanted
-        ]
-    assert wanted
-    return [
-        span
-        for span, time in zip(wanted, ready, strict=True)
-        if span.begin < time + (latency if op == SCATTER or not options else 0) - 1e-6
-    ]
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_nobody_reads_before_it_is_there(op: str) -> None:
-    assert early_reads(op) == []
-    if op == GATHER:
-        assert early_reads(op, copiers=4) == []
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_without_waits_that_would_be_seen(op: str) -> None:
-    cluster, engine = module("model.simulation.engine"), module("model.simulation.engine")
-
-    def always(self: Any, *names: Any) -> Any:
-        signal = engine.Signal()
-        signal.is_set = True
-        return signal
-
-    with replaced((cluster.Cluster, "flag", always)):
-        assert early_reads(op)
+# -- orders -----------------------------------------------------------------------------------------
 
 
 def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
@@ -195,61 +143,7 @@ def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
         assert sum(map(len, real.values())) > 3 * 12
 
 
-def test_orders_come_from_the_kernels_and_not_from_here() -> None:
-    formulas = module("interlace.kernels.launch_formulas")
-    slow = machine("h200-pcie")  # where the link is the limit, to take the last chunk first costs
-    case = shape(GATHER, 8192)
-    before = predict(slow, case).microseconds
-    order = formulas.arrival_order
-    with replaced((formulas, "arrival_order", lambda *a: order(*a)[::-1])):
-        assert predict(slow, case).microseconds > 1.05 * before
-
-
-@pytest.mark.parametrize(
-    ("op", "algorithm", "world_size", "nodes"),
-    [
-        (GATHER, "fused", 8, 1), (GATHER, "fused by SMs", 8, 1), (GATHER, "pipelined", 4, 1),
-        (GATHER, "symm_mem", 4, 1), (GATHER, "fused", 8, 2), (SCATTER, "fused", 8, 1),
-        (SCATTER, "symm_mem", 4, 1), (SCATTER, "Kraken", 8, 1), (SCATTER, "fused", 8, 2),
-        (SCATTER, "Triton-distributed nodes", 8, 2), (REDUCE, "fused", 4, 1),
-    ],
-)  # fmt: skip
-def test_one_rank_stands_for_all(op: str, algorithm: str, world_size: int, nodes: int) -> None:
-    case = shape(op, 1024, 1024, 2048, world_size, nodes)
-    one = predict(machine(), case, algorithm)
-    all_of_them = predict(machine(), case, algorithm, everyone=True)
-    assert one.microseconds == pytest.approx(all_of_them.microseconds, rel=1e-9)
-
-
-def test_node_orders_are_permutations() -> None:
-    nodes_module = module("model.simulation.nodes")
-    for nodes in ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2]):
-        counts = [2] * len(nodes)
-        for rank in range(len(nodes)):
-            orders = [order(rank, nodes, counts) for order in nodes_module.GATHER_ORDERS.values()]
-            assert len({tuple(sorted(order)) for order in orders}) == 1
-            assert all(order[:2] == [(rank, 0), (rank, 1)] for order in orders)
-
-
 # -- choices -----------------------------------------------------------------------------------------
-
-
-def test_the_best_chunk_is_no_worse_than_any_other() -> None:
-    choose = module("model.choose")
-    best = choose.best_chunk(machine(), 8192, 1792, 4096)
-    for chunks in (1, 2, 4, 8):
-        tried = configured(best.shape, chunks=chunks)
-        other = predict(machine(), best.shape, "fused", tried).microseconds
-        assert best.microseconds <= other * choose.GOOD_ENOUGH
-    assert best.microseconds <= best.default_us and best.take == "fused"
-    assert choose.best_chunk(machine(), 1024, 6656, 16384).take == "unfused"
-    assert best.chunk_rows % 128 == 0 and best.chunk_bytes == best.chunk_rows * 4096 * 2
-
-
-def test_sending_to_the_same_rank_is_predicted_to_cost() -> None:
-    times = module("model.choose").order_times(machine(), shape(SCATTER, 8192, 4096))
-    assert times["rank 0 first"] > 1.1 * times["owner_order"]
-    assert next(iter(times)) == "owner_order"
 
 
 def test_what_cannot_be_is_refused() -> None:

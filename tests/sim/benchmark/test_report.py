@@ -1,4 +1,4 @@
-"""Tables of the result files, and tables that ``benchmarks/run.py`` prints."""
+"""Tables of the result files and of ``benchmarks/run.py``, and the steps that ``timeline.py`` records."""
 
 import io
 import json
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import interlace
 from sim.benchmark.model_support import module
 from stand_ins.replaced import replaced
+from tiers import thorough
 
 
 @pytest.fixture
@@ -112,16 +114,6 @@ def test_a_table_in_a_pipe_is_whole(runner: Any, wide: Any) -> None:
     assert "\u2026" not in printed
 
 
-def test_ops_of_the_same_name_with_other_candidates_have_tables_of_their_own(
-    runner: Any, wide: Any
-) -> None:
-    other = runner.Measurement("all_reduce", 2, wide.shape, "gloo", {"gloo": 5.0, "copy": 4.0}, 3)
-    out = io.StringIO()
-    runner.show(Console(file=out, width=80), [wide, other])
-    assert out.getvalue().count("all_reduce, float32: median us") == 2
-    assert "4.0 (1.25)" in out.getvalue()
-
-
 def test_control_on_a_terminal_a_table_is_as_wide_as_that(runner: Any, wide: Any) -> None:
     out = io.StringIO()
     runner.show(Console(file=out, width=80, force_terminal=True, color_system=None), [wide])
@@ -143,3 +135,38 @@ def test_every_message_that_is_sent_is_received(runner: Any, world_size: int) ->
             (source, rank) for rank, (_, source) in enumerate(ends) if source is not None
         }
         assert sent and len({cell.key for cell in cells}) == len(cells)
+
+
+# -- the picture of a matmul with its all-gather ------------------------------------------------------
+
+
+@pytest.fixture
+def timeline() -> Any:
+    return module("timeline")
+
+
+def test_the_fastest_call_counts_from_the_first_rank_to_the_last(timeline: Any) -> None:
+    first = [("pipelined", 10.0, 30.0, [("matmul", 12.0, 20.0)]), ("gloo", 50.0, 60.0, [])]
+    second = [("pipelined", 15.0, 31.0, []), ("gloo", 45.0, 60.0, [("copy", 46.0, 50.0)])]
+    slower = [("pipelined", 100.0, 130.0, [])]
+    ranks = [first + slower, second + slower]
+    assert timeline.fastest(ranks, "pipelined") == {
+        "microseconds": 21.0,
+        "steps": [[("matmul", 2.0, 10.0)], []],
+    }
+    assert timeline.fastest(ranks, "gloo") == {
+        "microseconds": 15.0,
+        "steps": [[], [("copy", 1.0, 5.0)]],
+    }
+
+
+@thorough
+def test_every_way_has_its_steps(timeline: Any, tmp_path: Any) -> None:
+    ranks = interlace.run(timeline.on_rank, 2, 2, f"{tmp_path}/meeting", place="shm")
+    for calls in ranks:
+        assert [name for name, *_ in calls] == ["gloo", "unfused", "pipelined"] * 2
+        for name, begin, end, steps in calls:
+            kinds = [kind for kind, *_ in steps]
+            assert kinds.count("matmul") == (2 if name == "pipelined" else 1)
+            assert kinds.count("gather") == (name == "gloo")
+            assert all(begin <= start <= stop <= end for _, start, stop in steps)

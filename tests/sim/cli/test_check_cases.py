@@ -15,7 +15,6 @@ import interlace
 from interlace.cli.commands import check as known
 from interlace.cli.commands.check import (
     LEFT_OUT,
-    CheckCase,
     CheckOptions,
     DenseCase,
     RowsCase,
@@ -91,22 +90,6 @@ def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
         assert found == every, (capability, backward)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_branches_of_kernels_have_cases_before_more_sizes(device: str) -> None:
-    for world_size in (1, 2, 4):
-        cases = [case for case in cases_of(device) if case.world_size == world_size]
-        found = {(case.op, case.branch) for case in cases[: 2 * len(cases) // 3]}
-        assert {
-            ("context_parallel_attention_backward", "heads of 64"),
-            ("distributed_decode", "heads of 256"),
-            ("distributed_decode", "pages"),
-            ("reduce_scatter_norm", "fp8"),
-            ("matmul_reduce_scatter_norm", "layer norm"),
-            ("all_reduce_norm", "fp8"),
-            ("dispatch", "fp8"),
-        } <= found
-
-
 def test_a_branch_that_is_not_taken_is_seen() -> None:
     def judged(op: str, branch: str, damaged: Callable[[Any], Any], **changed: Any) -> float:
         (case,) = (
@@ -146,7 +129,19 @@ def test_pages_are_read_in_the_order_of_the_table() -> None:
     )
 
 
-def test_kernels_come_first() -> None:
+def test_kernels_and_their_branches_come_first() -> None:
+    for device, world_size in itertools.product(DEVICES, (1, 2, 4)):
+        cases = [case for case in cases_of(device) if case.world_size == world_size]
+        found = {(case.op, case.branch) for case in cases[: 2 * len(cases) // 3]}
+        assert {
+            ("context_parallel_attention_backward", "heads of 64"),
+            ("distributed_decode", "heads of 256"),
+            ("distributed_decode", "pages"),
+            ("reduce_scatter_norm", "fp8"),
+            ("matmul_reduce_scatter_norm", "layer norm"),
+            ("all_reduce_norm", "fp8"),
+            ("dispatch", "fp8"),
+        } <= found
     on_two = [case for case in IN_SIM if case.world_size == 2]
     wanted = {kernel for case in on_two for kernel in case.kernels}
     half = on_two[: len(on_two) // 2]
@@ -181,22 +176,11 @@ def test_streams_can_be_made_to_signal_by_kernels() -> None:
     assert driver.stream_words is before
 
 
-def test_every_dtype_runs_on_the_main_tile() -> None:
-    cases = [case for case in cases_of("cuda") if case.sizes == (2048, 1024, 512)]
-    cases = [case for case in cases if case.dtype != "fp8" and "roles" not in case.variant]
-    ops = {(case.op, case.variant, case.world_size) for case in cases}
-    found = {(case.op, case.variant, case.world_size, case.dtype) for case in cases}
-    wanted = {(*op, dtype) for op, dtype in itertools.product(ops, ("bf16", "fp16", "fp32"))}
-    assert wanted <= found and len(ops) > 20
-
-
 def test_what_is_left_out_has_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
     options = CheckOptions("cpu", ranks=(1,), seconds=0.0, json=True)
     assert check(None, options) == LEFT_OUT
     said = json.loads(capsys.readouterr().out)
     assert said["left_out"] > 5 and len(said["cases"]) <= 1
-    with pytest.raises(ValueError, match=r"no cases on \[5\] ranks"):
-        check(None, CheckOptions("cpu", ranks=(5,)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,9 +191,3 @@ def test_the_list_names_every_kernel(device: str, capsys: pytest.CaptureFixture[
         assert [line for line in lines if not line.startswith("  ")] == every_kernel()
         assert check(None, CheckOptions(device, list=True, json=True)) == 0
         assert json.loads(capsys.readouterr().out) == known.titles_by_kernel(device)
-
-
-def test_titles_tell_cases_apart() -> None:
-    for device in DEVICES:
-        cases: list[CheckCase] = cases_of(device)
-        assert len({case.title for case in cases}) == len(cases)

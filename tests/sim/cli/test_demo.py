@@ -318,8 +318,7 @@ def test_trace_is_valid(small: Any, tmp_path: pathlib.Path) -> None:
 def test_arrows_go_forward_between_ranks(small: Any, tmp_path: pathlib.Path) -> None:
     recording.write_trace(tmp_path / "t.json", [("gather", recorded(small[1][0]))])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
     assert starts and starts.keys() == ends.keys()
     for number, start in starts.items():
         assert start["ts"] <= ends[number]["ts"] and start["pid"] != ends[number]["pid"]

@@ -1,6 +1,7 @@
 """The words of the command line: help, errors before anything begins, lines of progress."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -8,12 +9,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from typing import Any
 from unittest import mock
 
 import pytest
 
-import interlace
 from interlace.benchmark.figures import Spread
 from interlace.benchmark.kernel import ALGORITHM
 from interlace.benchmark.requests import BenchRow, MeasuredSize, SizeResult
@@ -23,19 +22,6 @@ from interlace.cli.commands.bench import notes as notes_of
 from interlace.output import consoles, files
 from interlace.output.options import arches
 from interlace_verify.suite import jobs
-
-FUNCTIONS = """
-import functools
-
-def takes(rows, columns=2):
-    return rows
-
-small = functools.partial(takes, 4)
-"""
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    return " ".join(capsys.readouterr().err.split())
 
 
 def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,43 +114,19 @@ def test_architectures_have_two_spellings() -> None:
     assert arches("sm_86,90") == [86, 90]
 
 
-@pytest.mark.parametrize(
-    ("command", "first", "second"),
-    [
-        ("demo", "--trace FILE", "--html FILE"),
-        ("demo", "--text FILE", "--trace FILE"),
-        ("verify all", "--html FILE", "--sarif LINK"),
-        ("verify FILE::takes", "the target", "--html FILE"),
-        ("bench all_reduce", "--json FILE", "--plot FILE"),
-        ("tune", "--cache FILE", "--plot FILE"),
-    ],
-)
-def test_files_of_one_name_are_refused(
-    command: str, first: str, second: str, tmp_path: pathlib.Path, capsys: Any
-) -> None:
-    if "--plot" in second:
-        pytest.importorskip("matplotlib")
-    (tmp_path / "file.svg").write_text(FUNCTIONS)
+def test_files_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+    """Devices may have one name. ``refusals.txt`` has the options of commands."""
+    (tmp_path / "file.svg").touch()
     (tmp_path / "link.svg").symlink_to("file.svg")
-    file = "new.svg" if command == "tune" else "./file.svg"
-    words = f"{command} {first if '--' in first else ''} {second}".replace("FILE", file)
-    no_rank = mock.patch.object(interlace, "run", side_effect=AssertionError("a rank has started"))
-    with contextlib.chdir(tmp_path), no_rank:
-        assert main.run(words.replace("LINK", "link.svg").split()) == 2
+    with contextlib.chdir(tmp_path):
         files.refuse_outputs({"--json": "/dev/null", "--html": "/dev/null", "--plot": "other.svg"})
-    names = [each.partition(" ")[0] if "--" in each else each for each in (first, second)]
-    assert f"{names[0]} and {names[1]} name the same file" in said(capsys)
-    assert (tmp_path / "file.svg").read_text() == FUNCTIONS and not (tmp_path / "new.svg").exists()
+        with pytest.raises(ValueError, match="--html and --sarif name the same file"):
+            files.refuse_outputs({"--html": "./file.svg", "--sarif": "link.svg"})
 
 
-def test_a_function_with_arguments_is_refused(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "functions.py"
-    file.write_text(FUNCTIONS)
-    assert main.run(["verify", f"{file}::takes"]) == 2
-    assert "::takes takes rows, but every rank calls it without arguments" in said(capsys)
-    assert not jobs.parameters_without_default(jobs.load_function(f"{file}::small"))
+def test_arguments_that_functools_gives_are_not_missed() -> None:
+    assert jobs.parameters_without_default(round) == ["number"]
+    assert not jobs.parameters_without_default(functools.partial(round, 4))
 
 
 @pytest.mark.parametrize("shown", [0.25, -1.95])

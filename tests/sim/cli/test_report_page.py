@@ -2,9 +2,13 @@
 
 import contextlib
 import functools
+import html
 import json
 import pathlib
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,13 +19,13 @@ import torch
 import interlace
 from interlace.cli.commands import demo as command
 from interlace.output.page import PageEvent, PageView, Panel, write_page
+from interlace.runtime.compiler.request import definition
 from interlace.runtime.core.errors import SourceText
-from interlace.verify import ScheduleReport
+from interlace.verify import Fault, LintReport, ScheduleReport
 from interlace_verify.command import sarif, verify
 from interlace_verify.schedule_check import check as schedule_check
 from interlace_verify.suite import jobs as suite
 from interlace_verify.suite.jobs import CheckPlan, JobResult
-from sim.cli import browser
 from sim.verify.memory_kernels import fill
 from sim.verify.test_memory_faults import loads
 
@@ -163,13 +167,9 @@ def test_a_failure_is_shown_as_found_and_shrunk(
 
 def test_nothing_in_the_data_ends_its_element(tmp_path: pathlib.Path) -> None:
     evil = "</script><script>document.title = 'taken'</script><!--"
-    panel = Panel(
-        evil, evil, [PageView("v", "steps", [(0, evil)], [PageEvent(0, 0, 1, "load", evil)])]
-    )
-    write_page(str(tmp_path / "page.html"), evil, evil, evil, [panel], bad=False)
-    write_page(str(tmp_path / "empty.html"), "", "", "", [], bad=False)
-    text = (tmp_path / "page.html").read_text()
-    assert text.count("</script>") == (tmp_path / "empty.html").read_text().count("</script>") == 2
+    for name, panels in (("page.html", [Panel(evil, evil, [])]), ("empty.html", [])):
+        write_page(str(tmp_path / name), evil, evil, evil, panels, bad=False)
+        assert (tmp_path / name).read_text().count("</script>") == 2
     assert data_of(tmp_path / "page.html")["panels"][0]["text"] == evil
 
 
@@ -217,47 +217,102 @@ def test_the_demo_shows_tiles_waits_and_their_lines() -> None:
 
 # -- SARIF ---------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def log(folder: pathlib.Path, results: list[JobResult]) -> Any:
-    relative = [JobResult(**{**vars(r), "subject": r.subject[8:]}) for r in results]
-    linted = JobResult("wrong.py::uneven", "lint", "k sm_90", "1 variant", ("it spills",), 0.1)
-    with contextlib.chdir(folder / "kernels"):
-        sarif.write("log.sarif", [*relative, linted])
-        return json.loads(pathlib.Path("log.sarif").read_text())
+WAITS = """
+import interlace
+import torch
+import triton
+import triton.language as tl
 
 
-def test_sarif_has_what_its_schema_requires(log: Any) -> None:
+@triton.jit
+def waits(flag_ptr):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
+        pass
+
+
+def in_vain():
+    waits[(1,)](torch.zeros(1, dtype=torch.int32))
+"""
+
+
+def written_log(results: list[JobResult]) -> Any:
+    """Write ``log.sarif`` into the current folder, and return its run."""
+    sarif.write("log.sarif", results)
+    log = json.loads(pathlib.Path("log.sarif").read_text())
     assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
     (run,) = log["runs"]
     driver = run["tool"]["driver"]
-    assert driver["name"] == "interlace"
+    assert driver["name"] == "interlace" and {*run["originalUriBaseIds"]} == {"ROOT"}
+    assert all(" " in rule["shortDescription"]["text"] for rule in driver["rules"])
     ids = [rule["id"] for rule in driver["rules"]]
-    assert {"races/read-write", "schedules/DeadlockError", "lint"} <= set(ids)
-    assert all(rule["shortDescription"]["text"] for rule in driver["rules"])
     for result in run["results"]:
         assert result["ruleId"] in ids and result["level"] == "error" and result["message"]["text"]
+    return run
+
+
+def lines(places: list[Any]) -> list[int]:
+    return [place["physicalLocation"]["region"]["startLine"] for place in places]
+
+
+def test_sarif_names_lines(folder: pathlib.Path, results: list[JobResult]) -> None:
+    relative = [JobResult(**{**vars(r), "subject": r.subject[8:]}) for r in results]
+    linted = JobResult("wrong.py::uneven", "lint", "k sm_90", "1 variant", ("it spills",), 0.1)
+    with contextlib.chdir(folder / "kernels"):
+        by_rule = {r["ruleId"]: r for r in written_log([*relative, linted])["results"]}
+    for result in by_rule.values():
         for place in (*result["locations"], *result["relatedLocations"]):
-            physical = place["physicalLocation"]
-            assert physical["artifactLocation"] == {"uri": "kernels/wrong.py", "uriBaseId": "ROOT"}
-            assert physical["region"]["startLine"] >= 1
-    assert set(run["originalUriBaseIds"]) == {"ROOT"}
-
-
-def test_sarif_names_lines(log: Any) -> None:
-    by_rule = {result["ruleId"]: result for result in log["runs"][0]["results"]}
+            file = place["physicalLocation"]["artifactLocation"]
+            assert file == {"uri": "kernels/wrong.py", "uriBaseId": "ROOT"}
     race, deadlock = by_rule["races/read-write"], by_rule["schedules/DeadlockError"]
-    linted = by_rule["lint"]
-
-    def lines(places: list[Any]) -> list[int]:
-        return [place["physicalLocation"]["region"]["startLine"] for place in places]
-
     assert (lines(race["locations"]), lines(race["relatedLocations"])) == ([STORES], [LOADS])
     (waits,) = lines(deadlock["locations"])
     assert "tl.inline_asm_elementwise" in WRONG.splitlines()[waits - 1]
     (flow,) = deadlock["codeFlows"][0]["threadFlows"]
     assert STORES in lines([each["location"] for each in flow["locations"]])
-    assert lines(linted["locations"]) == [line_of("def uneven():")]
+    assert lines(by_rule["lint"]["locations"]) == [line_of("def uneven():")]
+
+
+@pytest.fixture
+def vain(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Return a file with a kernel that waits in vain, in the current folder."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "vain.py").write_text(WAITS)
+    with contextlib.chdir(tmp_path), mock.patch.object(schedule_check, "SHRINK_RUNS", 2):
+        yield tmp_path / "vain.py"
+
+
+def test_a_deadlock_that_several_checks_find_is_one_result(vain: pathlib.Path) -> None:
+    plan, target = CheckPlan((2,), 1, 1, (90,)), "vain.py::in_vain"
+    jobs = suite.function_jobs(target, suite.load_function(target), plan)
+    results = [job.result() for job in jobs if job.check != "lint"]
+    assert [bool(result.findings) for result in results] == [True] * 3
+    (result,) = written_log(results)["results"]
+    poll = WAITS.splitlines().index(next(x for x in WAITS.splitlines() if "while" in x)) + 1
+    assert (result["ruleId"], lines(result["locations"])) == ("schedules/DeadlockError", [poll])
+    assert "codeFlows" in result
+    text = result["message"]["text"]
+    assert "(again with schedules(..., seeds=[0])): " in text and "vain.py:10 in waits" in text
+    assert len(text) < 1000 and "context switches" not in text
+
+
+def test_a_fault_of_compiled_code_is_at_its_kernel(vain: pathlib.Path) -> None:
+    """Its fingerprint is of the line and not of its number."""
+
+    def found() -> tuple[str, str, str]:
+        place = definition("vain.py", "waits")
+        report = LintReport(kernel="waits", arch=90, findings=(Fault("spills", "3"),), place=place)
+        result = JobResult("vain.py::in_vain", "lint", "waits sm_90", "", ("no",), 0.1, report)
+        (found,) = written_log([result])["results"]
+        (line,), source = lines(found["locations"]), vain.read_text().splitlines()
+        mark = found["partialFingerprints"]["primaryLocationLineHash"]
+        return found["ruleId"], source[line - 1], str(mark)
+
+    first = found()
+    assert first[:2] == ("lint/spills", "def waits(flag_ptr):")
+    vain.write_text("# a line before it\n" + WAITS)
+    assert found() == first
+    vain.write_text(WAITS.replace("waits(flag_ptr)", "waits(flag_ptr, other=1)"))
+    assert found()[2] != first[2]
 
 
 def test_a_finding_in_a_library_is_where_it_was_called(folder: pathlib.Path) -> None:
@@ -272,155 +327,130 @@ def test_a_finding_in_a_library_is_where_it_was_called(folder: pathlib.Path) -> 
 
 # -- in a browser --------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[browser.Browser]:
-    if browser.PROGRAM is None:
-        pytest.skip(f"needs one of {', '.join(browser.NAMES)}, and none is on PATH")
-    with browser.browser() as there:
-        yield there
-
-
-SHOWN = (
-    "[document.querySelector('.source .what').innerText, document.querySelector('.here').innerText]"
-)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BEFORE = """<head><script>
+const faults = [];
+addEventListener("error", event => faults.push(event.message));
+addEventListener("securitypolicyviolation", event => faults.push(event.violatedDirective));
+</script>"""
+AFTER = pathlib.Path(__file__).with_name("report_page.js").read_text()
 
 
-def test_a_click_shows_the_source_line(chromium: browser.Browser, written: pathlib.Path) -> None:
-    chromium.open(written)
-    said, line = chromium.js(SHOWN)  # the second access of the race is open from the start
-    assert "program" in said and "stores 64 elements" in said
-    assert "tl.store(rank_buffer + offsets" in line and str(STORES) in line
-    chromium.click(".event.red")  # the first one
-    said, line = chromium.js(SHOWN)
+def shown(page: pathlib.Path, *steps: str, fragment: str = "", options: str = "") -> list[Any]:
+    """Return the values of JavaScript expressions that a browser computes in turn in a page."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"needs one of {', '.join(BROWSERS)}, and none is on PATH")
+    body = AFTER.replace("[STEPS]", f"[{', '.join(f'() => ({step})' for step in steps)}]")
+    script = f"<script>{body}</script></body>"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        copy = pathlib.Path(folder, "page.html")
+        text = page.read_text().replace("<head>", BEFORE, 1)
+        copy.write_text(script.join(text.rsplit("</body>", 1)))
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+        arguments += ["--window-size=1400,1000", "--virtual-time-budget=5000", *options.split()]
+        command = [program, *arguments, "--dump-dom", copy.as_uri() + fragment]
+        dom = subprocess.run(command, capture_output=True, text=True).stdout
+    (found,) = re.findall(r'<pre id="values">(.*?)</pre>', dom, re.DOTALL)
+    *values, faults = json.loads(html.unescape(found))
+    assert faults == []
+    return values
+
+
+def brightness(color: str) -> int:
+    return sum(map(int, re.findall(r"\d+", color)[:3]))
+
+
+def test_clicks_show_source_lines_and_moments(written: pathlib.Path) -> None:
+    before, _, (said, line), place, early, late, _, later, _, back = shown(
+        written,
+        *("source()", "click('.event.red')", "source()", "location.hash", "at(3.5)", "at(40.5)"),
+        *("click(\"button[title='one event on']\")", "find('.now').innerText"),
+        *("click(\"button[title='one event back']\")", "find('.now').innerText"),
+    )
+    # the second access of the race is open from the start, and the first one is clicked
+    assert "program" in before[0] and "stores 64 elements" in before[0]
+    assert "tl.store(rank_buffer + offsets" in before[1] and str(STORES) in before[1]
     assert " loads " in said and "tl.load(peer_buffer" in line and str(LOADS) in line
-    assert chromium.js("location.hash").startswith("#panel=0&view=0&event=")
-    assert chromium.said == []
-    assert all(url.startswith("file:") for url in chromium.asked)
+    assert place.startswith("#panel=0&view=0&event=")
+    assert early[0].startswith("3: rank ") and late[0].startswith("40: rank ")
+    assert early[1] < late[1]
+    assert later.startswith("41: rank ") and back.startswith("40: rank ")
 
 
-def test_races_are_red_in_light_and_in_dark(
-    chromium: browser.Browser, written: pathlib.Path
-) -> None:
-    chromium.open(written)
+def test_a_link_opens_a_moment_and_views_are_side_by_side(written: pathlib.Path) -> None:
+    data = data_of(written)
+    narrow, _, wide, text, _, (first, second), *counts = shown(
+        written,
+        *("find('.scroll svg').clientWidth", "click(\"button[title='wider']\")"),
+        *("find('.scroll svg').clientWidth", "source()[0]"),
+        f"click('nav a:nth-child({deadlock_of(data) + 1})')",
+        "[...document.querySelectorAll('.view')].map(view => view.getBoundingClientRect().toJSON())",
+        *("count('.event.blocked')", "count('.arrow.blocked')"),
+        fragment="#panel=0&view=0&event=5",
+    )
+    assert wide > 1.4 * narrow and text.endswith(data["panels"][0]["views"][0]["events"][5][4])
+    assert first["top"] == second["top"] and first["right"] < second["left"]
+    assert counts == [4, 2]
+
+
+def test_races_are_red_in_light_and_in_dark(written: pathlib.Path) -> None:
+    body = "style('body', 'backgroundColor')"
     seen = []
-    for dark in (False, True):
-        chromium.dark(dark)
-        fill, stroke, paper = chromium.js(
-            "['.event.red', '.arrow.red', 'body'].map((s, i) => "
-            "getComputedStyle(document.querySelector(s))[['fill', 'stroke', 'backgroundColor'][i]])"
+    for options in (
+        "--blink-settings=preferredColorScheme=1",
+        "--blink-settings=preferredColorScheme=0",
+    ):
+        fill, stroke, paper, _, other = shown(
+            written,
+            *("style('.event.red', 'fill')", "style('.arrow.red', 'stroke')", body),
+            *("click('#theme')", body),
+            options=options,
         )
         red, green, blue = map(int, re.findall(r"\d+", fill)[:3])
         assert red > 2 * max(green, blue) * 0.8 and stroke == fill
-        seen.append(sum(map(int, re.findall(r"\d+", paper)[:3])))
-    assert seen[0] > 700 > 200 > seen[1]
-    chromium.click("#theme")
-    paper = chromium.js("getComputedStyle(document.body).backgroundColor")
-    assert sum(map(int, re.findall(r"\d+", paper)[:3])) == seen[0]
-    chromium.dark(False)
+        seen.append((brightness(paper), brightness(other)))
+    (light, dark), swapped = seen
+    assert light > 700 > 200 > dark and swapped == (dark, light)
 
 
-def test_the_slider_goes_through_the_steps(
-    chromium: browser.Browser, written: pathlib.Path
-) -> None:
-    chromium.open(written)
-    at = (
-        "(time => {const s = document.querySelector('input[type=range]'); s.value = time;"
-        "s.dispatchEvent(new Event('input')); return [document.querySelector('.now').innerText,"
-        "Number(document.querySelector('.later').getAttribute('x'))]})"
+def test_numbers_of_programs_are_seen_in_a_narrow_window(written: pathlib.Path) -> None:
+    edge = "box => box.getBoundingClientRect().right"
+    labels = f"[...document.querySelectorAll('.names text')].map({edge})"
+    edges, right = shown(
+        written, labels, f"({edge})(find('.names'))", options="--window-size=400,800"
     )
-    early, late = chromium.js(f"{at}(3.5)"), chromium.js(f"{at}(40.5)")
-    assert early[0].startswith("3: rank ") and late[0].startswith("40: rank ")
-    assert early[1] < late[1]
-    chromium.click("button[title='one event on']")
-    assert chromium.js("document.querySelector('.now').innerText").startswith("41: rank ")
-    chromium.click("button[title='one event back']")
-    assert chromium.js("document.querySelector('.now').innerText").startswith("40: rank ")
-    narrow = chromium.js("document.querySelector('.scroll svg').clientWidth")
-    chromium.click("button[title='wider']")
-    assert chromium.js("document.querySelector('.scroll svg').clientWidth") > 1.4 * narrow
+    assert edges and all(right - 20 < each <= right for each in edges)
 
 
-def test_numbers_of_programs_are_seen_in_a_narrow_window(
-    chromium: browser.Browser, written: pathlib.Path
-) -> None:
-    chromium.open(written)
-    chromium(
-        "Emulation.setDeviceMetricsOverride",
-        width=400,
-        height=800,
-        deviceScaleFactor=1,
-        mobile=False,
-    )
-    edges = chromium.js(
-        "(box => [box.getBoundingClientRect().right, "
-        "...[...box.querySelectorAll('text')].map(each => each.getBoundingClientRect().right)])"
-        "(document.querySelector('.names'))"
-    )
-    chromium("Emulation.clearDeviceMetricsOverride")
-    right, *labels = edges
-    assert labels and all(right - 20 < label <= right for label in labels)
-
-
-def test_both_schedules_of_a_failure_are_side_by_side(
-    chromium: browser.Browser, written: pathlib.Path
-) -> None:
-    chromium.open(written)
-    chromium.click(f"nav a:nth-child({deadlock_of(data_of(written)) + 1})")
-    chromium.until("document.querySelectorAll('.view').length === 2")
-    boxes = chromium.js(
-        "[...document.querySelectorAll('.view')].map(v => v.getBoundingClientRect().toJSON())"
-    )
-    first, second = boxes
-    assert first["top"] == second["top"] and first["right"] < second["left"]
-    assert chromium.js("document.querySelectorAll('.event.blocked').length") == 4
-    assert chromium.js("document.querySelectorAll('.arrow.blocked').length") == 2
-    assert chromium.said == []
-
-
-def test_a_link_opens_a_moment(chromium: browser.Browser, written: pathlib.Path) -> None:
-    event = 5
-    (view,) = data_of(written)["panels"][0]["views"]
-    chromium.open(written, f"#panel=0&view=0&event={event}")
-    text = view["events"][event][4]
-    assert chromium.js("document.querySelector('.source .what').innerText").endswith(text)
-
-
-def test_a_hint_is_no_alarm(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+def test_a_hint_is_no_alarm(tmp_path: pathlib.Path) -> None:
     view = PageView("v", "steps", [(0, "user code")], [PageEvent(0, 0, 1, "load", "loads")])
     failed = Panel("failed", "before it did anything", [PageView("v", "steps", [])], True)
     path = tmp_path / "page.html"
     write_page(str(path), "", "", "", [Panel("p", "", [view]), failed], bad=True)
-    chromium.open(path)
-    hint, plain = chromium.js(
-        "['.hint', '.view small'].map(s => getComputedStyle(document.querySelector(s)).color)"
+    hint, plain, _, views = shown(
+        path,
+        *("style('.hint', 'color')", "style('.view small', 'color')"),
+        *("click('nav a:nth-child(2)')", "count('.view, .source')"),
     )
-    assert hint == plain
-    chromium.open(path, "#panel=1")
-    assert not chromium.js("document.querySelectorAll('.view, .source').length")
-    assert chromium.said == []
+    assert hint == plain and not views
 
 
-def test_text_of_a_run_is_no_markup(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+def test_text_of_a_run_is_no_markup(tmp_path: pathlib.Path) -> None:
     evil = "<img src=x onerror=\"document.title='taken'\"></script><script>document.title='taken'</script>"
-    panel = Panel(
-        evil, evil, [PageView(evil, "steps", [(0, evil)], [PageEvent(0, 0, 1, "load", evil)])]
-    )
+    event = PageEvent(0, 0, 1, "load", evil)
+    panel = Panel(evil, evil, [PageView(evil, "steps", [(0, evil)], [event])])
     write_page(str(tmp_path / "page.html"), "safe", evil, evil, [panel], bad=True)
-    chromium.open(tmp_path / "page.html")
-    assert chromium.js("document.title") == "interlace: safe"
-    assert chromium.js("document.querySelectorAll('img').length") == 0
-    assert chromium.js("document.querySelector('h2').innerText") == evil
+    assert data_of(tmp_path / "page.html")["panels"][0]["text"] == evil
+    steps = "document.title", "count('img')", "find('h2').innerText"
+    assert shown(tmp_path / "page.html", *steps) == ["interlace: safe", 0, evil]
 
 
-def test_the_demos_page_has_no_errors(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+def test_the_demos_page_has_no_errors(tmp_path: pathlib.Path) -> None:
+    (view,) = demonstrated().views
     write_page(str(tmp_path / "page.html"), "demo", "correct", "", [demonstrated()], bad=False)
-    chromium.open(tmp_path / "page.html")
-    count = len(demonstrated().views[0].events)
-    assert chromium.js("document.querySelectorAll('.event').length") == count
-    tile = next(n for n, e in enumerate(demonstrated().views[0].events) if e.kind == "tile")
-    chromium.js(
-        f"document.querySelector('[data-event=\"{tile}\"]').dispatchEvent(new MouseEvent('click'))"
-    )
-    assert "store" in chromium.js("document.querySelector('.here').innerText")
-    assert chromium.said == []
+    tile = next(n for n, event in enumerate(view.events) if event.kind == "tile")
+    press = "dispatchEvent(new MouseEvent('click'))"
+    steps = "count('.event')", f"find('[data-event=\"{tile}\"]').{press}", "source()[1]"
+    count, _, line = shown(tmp_path / "page.html", *steps)
+    assert count == len(view.events) and "store" in line

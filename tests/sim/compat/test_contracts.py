@@ -8,11 +8,9 @@ import ast
 import importlib
 import inspect
 import operator
-import pathlib
 import platform
 import re
 import sysconfig
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,8 @@ from interlace.runtime.compat import (
     releases,
     torch_groups,
     torch_modes,
-    triton_interpreter,
     triton_launcher,
 )
-from interlace.runtime.compat.torch_groups import register_bare_group, registered_group, tensor_over
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
 from stand_ins.replaced import Replacement, environment, replaced
 
@@ -100,10 +96,6 @@ def test_the_builder_is_called_as_it_wants(name: str) -> None:
     inspect.signature(getattr(builder, name)).bind(*CALLS[name])
 
 
-def test_a_load_may_be_told_by_name_whether_it_is_volatile() -> None:
-    assert list(inspect.signature(builder.create_masked_load).parameters)[-1] == "is_volatile"
-
-
 def test_overrides_exist_in_the_builder() -> None:
     from interlace.runtime.places.sim.interpreter.exact import exact_overrides
 
@@ -115,37 +107,6 @@ def test_handles_and_tensors_have_the_fields_that_shortcuts_set() -> None:
     handle = TensorHandle(np.zeros(1, np.int32), tl.int32)
     assert vars(handle).keys() == {"data", "dtype", "attr"}
     assert vars(tl.tensor(handle, tl.int32)).keys() == {"handle", "shape", "numel", "type", "dtype"}
-
-
-def test_options_that_a_session_replaces() -> None:
-    assert {"debug", "sanitize_overflow"} <= {each.name for each in fields(builder.options)}
-
-
-def test_an_interpreted_function_can_be_launched_otherwise() -> None:
-    kind = triton_interpreter.InterpretedFunction
-    assert {"grid", "warmup"} <= set(inspect.signature(kind.run).parameters)
-    assert all(hasattr(tl.zeros, name) for name in ("fn", "arg_names", "rewrite", "pre_run_hooks"))
-    assert callable(triton_interpreter.KernelInterface.__getitem__)
-
-
-def test_reductions_on_raw_data() -> None:
-    for kind in ("ReduceOps", "ScanOps"):
-        parameters = inspect.signature(
-            getattr(triton_interpreter.triton_interpreter, kind).apply_impl
-        )
-        assert len(parameters.parameters) == 2
-    for name in ("sum", "prod"):
-        assert hasattr(tl.standard, f"_{name}_combine")
-
-
-def test_atomics_of_the_interpreters_other_half() -> None:
-    word = np.array([41], np.int64)
-    address, one = np.array([word.ctypes.data], np.uint64), np.ones(1, np.int64)
-    atomics = triton_interpreter.atomics
-    seen = atomics.atomic_rmw(
-        atomics.RMW_OP.ADD, address, one, np.ones(1, bool), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
-    )
-    assert (seen[0], word[0]) == (41, 42)
 
 
 def test_dynamo_has_these_marks_of_functions() -> None:
@@ -199,14 +160,6 @@ def test_the_launcher_takes_the_arguments_that_the_direct_way_gives() -> None:
     assert "self.profile_scratch_size" in flat
 
 
-def test_sources_to_compile() -> None:
-    from triton.compiler import ASTSource
-
-    inspect.signature(ASTSource).bind(fn=1, signature=2, constexprs=3, attrs=4)
-    assert pathlib.Path(triton_launcher.tool("cuobjdump").path).exists()
-    assert triton_launcher.tool("nvdisasm").version
-
-
 def test_scratch_memory_is_lent() -> None:
     allocation = triton_launcher._allocation
     lent = torch.zeros(1)
@@ -230,23 +183,6 @@ def test_groups_in_python_are_left_to_themselves_by_the_recorder() -> None:
     torch_groups.leave_unrecorded("somebody")
     assert "somebody" in known
     known.discard("somebody")
-
-
-def test_a_bare_group_can_be_registered() -> None:
-    store = dist.HashStore()
-    group = register_bare_group("interlace contract", store, 0, 1)
-    try:
-        assert registered_group("interlace contract") is not None
-        assert (group.rank(), group.size()) == (0, 1)
-    finally:
-        torch_groups.c10d._unregister_process_group("interlace contract")
-    assert registered_group("interlace contract") is None
-
-
-def test_a_tensor_over_memory_of_others() -> None:
-    memory = torch.arange(8, dtype=torch.uint8)
-    over = tensor_over(memory.data_ptr() + 2, 4, torch.device("cpu"))
-    assert over.tolist() == [2, 3, 4, 5]
 
 
 # -- warnings about other versions -----------------------------------------------------------------

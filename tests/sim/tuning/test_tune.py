@@ -1,12 +1,16 @@
-"""Lookup of configurations, the cache file, and ``python -m interlace tune`` in the simulator."""
+"""Lookup of configurations, files of measurements, and ``python -m interlace tune`` in the simulator."""
 
+import functools
 import io
+import json
 import multiprocessing
 import os
 import pathlib
+import stat
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ import torch
 from rich.console import Console
 
 import interlace
+from cases.damage import read_100000_damaged
 from interlace.benchmark import tune as measuring
 from interlace.benchmark.requests import TUNED
 from interlace.benchmark.tune import (
@@ -28,15 +33,18 @@ from interlace.benchmark.tune import (
     untuned_choice,
 )
 from interlace.cli import main
+from interlace.cli.commands import tune as command
 from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
 from interlace.ops.matmul.formats import FORMATS
-from interlace.runtime.tuning import files, tuning
+from interlace.runtime.tuning import calibration, files, tuning
+from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.files import CacheRow, TunedMachine
 from interlace.runtime.tuning.tuning import Problem, decide
 from ranks import ranks
 from stand_ins.replaced import environment, replaced
+from tiers import thorough
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
@@ -240,40 +248,42 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "file"),
+    ("named", "cache", "file"),
     [
-        ({files.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
-        (
-            {files.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
-            "/home/.cache/interlace/tune.json",
-        ),
-        ({files.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
+        (None, "/cache", "/cache/interlace/tune.json"),
+        (None, None, "/home/.cache/interlace/tune.json"),
+        ("/x.json", "/cache", "/x.json"),
     ],
-    ids=["cache", "home", "named"],
 )
-def test_where_the_file_is(variables: dict[str, str | None], file: str) -> None:
+def test_where_the_file_is(named: str | None, cache: str | None, file: str) -> None:
     assert files.path() is None  # conftest.py
-    with environment(**variables):
+    with environment(**{files.VARIABLE: named, "XDG_CACHE_HOME": cache, "HOME": "/home"}):
         assert files.path() == pathlib.Path(file)
 
 
 # -- candidates and the search -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("format", ["", *FORMATS])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
-def test_candidates_for_a_gpu(op: str, capability: int) -> None:
-    problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8)
+def test_candidates_for_a_gpu(op: str, capability: int, format: str) -> None:
+    problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8, format=format)
     found = candidates("cuda", capability, problem)
     assert found[0].default and not any(each.default for each in found[1:])
     assert len({(each.algorithm, each.values) for each in found}) == len(found)
     assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
-    for each in found:
-        if each.algorithm == "fused":
-            assert why_not(Configuration(**each.configuration), capability, 2) == ""
     algorithm, choice = untuned_choice("cuda", capability, problem)
     assert found[0].algorithm == algorithm
     assert Configuration(**found[0].configuration) == choice.configuration
+    tiles = [each.configuration for each in found if each.algorithm == "fused"]
+    assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
+    for each in tiles:
+        assert why_not(Configuration(**each), capability, 1 if format else 2) == ""
+        assert not format or each["block_k"] == choice.configuration.block_k
+    if format and op == "all_gather_matmul":
+        assert problem.inner == FORMATS[format].row_bytes(8192)
+        assert tuning.dtype_name(problem) == format
 
 
 def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
@@ -356,22 +366,6 @@ def test_rows_of_a_format_are_found_by_calls_with_it_alone(op: str, tmp_path: pa
     assert code == 0 and "mxfp8 to float32" in text and "by exact row of the cache" in text
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_candidates_of_a_format(name: str, capability: int) -> None:
-    kind = TUNED["all_gather_matmul"]
-    problem = kind.problem(torch.bfloat16, (8192, 3584, 8192), 8, format=name)
-    assert problem.inner == FORMATS[name].row_bytes(8192) and tuning.dtype_name(problem) == name
-    found = candidates("cuda", capability, problem)
-    assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
-    _, choice = untuned_choice("cuda", capability, problem)
-    tiles = [each.configuration for each in found if each.algorithm == "fused"]
-    assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
-    for each in tiles:
-        assert why_not(Configuration(**each), capability, 1) == ""
-        assert each["block_k"] == choice.configuration.block_k
-
-
 def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
     """The negative control of the check is an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
@@ -397,37 +391,224 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
     assert code == 0 and "would try" in text and "128x128x32" in text
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"op": ("all_reduce",)}, "must be one of all_gather_matmul"),
-        ({"op": ("combine",), "format": "mxfp8"}, "--format mxfp8: combine takes no format"),
-        ({"format": "mxfp4", "place": "sim", "k": "33"}, "--k 33: mxfp4 has two numbers in a byte"),
-        ({"place": "sim", "m": "15"}, "does not divide"),
-        ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
-        (
-            {"place": "sim", "budget": float("inf")},
-            "--budget must be positive and at most 100000 s, got inf",
-        ),
-        ({"place": "sim", "m": ""}, "--m: '' is not a size"),
-        ({"place": "sim", "m": "1G", "n": "1G", "k": "1G"}, "on 2 ranks needs .* GiB, there are"),
-        ({"place": "sim", "arch": 90}, "--arch needs --dry-run"),
-        ({"world_size": 65, "place": "sim"}, "--world-size"),
-        ({"place": "sim", "n": "many"}, "'many' is not a size"),
-    ],
+# -- files of others, and places that cannot be written -----------------------------------------------
+
+ROW = CacheRow(
+    "all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}}
 )
-def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        run_tune(**options)
+GOOD = {"format": files.FORMAT, "version": files.VERSION, "machines": []}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["tune", "--place", "cuda"]) == 2
-    assert "needs a CUDA device" in " ".join(capsys.readouterr().err.split())
+def with_row(**changes: Any) -> str:
+    """Return a file whose one row is changed."""
+    return with_machine(rows=[{**asdict(ROW), **changes}])
 
 
-def test_without_a_cache_there_is_nothing_to_write() -> None:
-    assert os.environ[files.VARIABLE] == "off"
-    with pytest.raises(ValueError, match="there is no file to write"):
-        run_tune(place="sim")
+def with_machine(**changes: Any) -> str:
+    return json.dumps({**GOOD, "machines": [{**vars(HERE), "rows": [], **changes}]})
+
+
+FOREIGN = {
+    "empty": "",
+    "text": "hello",
+    "text with the name of the format": 'see "interlace tuning" in the docs',
+    "JSON of somebody else": json.dumps({"format": "other"}),
+    "no object": "[1, 2]",
+    "an older version": json.dumps({**GOOD, "version": 0}),
+    "a newer version": json.dumps({**GOOD, "version": 99}),
+    "no machines": json.dumps({"format": files.FORMAT, "version": files.VERSION}),
+    "machines are a number": json.dumps({**GOOD, "machines": 3}),
+    "cut off": json.dumps(GOOD)[:-3],
+    "deep": "[" * 100_000,
+    "no text": "\udcff\udcfe",
+    "a device that is a list": with_machine(device=["a"]),
+    "unknown column": with_row(colour="red"),
+    "unknown algorithm": with_row(algorithm="magic"),
+    **{
+        f"{name} is {wrong}": with_row(**{name: wrong})
+        for name, wrong in {
+            "rows": 0, "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3,
+            "columns": 1 << 70, "inner": True, "algorithm": ["fused"], "shape": [1, "2"],
+            "ranks": -1, "default_us": float("nan"), "microseconds": {"fused": "1"},
+        }.items()
+    },
+    **{
+        f"{name} is {wrong}": with_row(values={"fused": {name: wrong}})
+        for name, wrong in {"block_q": 3, "chunks": "3", "num_stages": -1, "block_m": 48}.items()
+    },
+}  # fmt: skip
+
+
+def tune_into(file: pathlib.Path, out: io.StringIO | None = None) -> int:
+    sizes = {"m": "16", "n": "16", "k": "16"}
+    options = TuneOptions(
+        op=("all_gather_matmul",), place="sim", budget=0.2, cache=str(file), **sizes
+    )
+    return tune(Console(file=out or io.StringIO(), width=250), options)
+
+
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    def fail(*arguments: Any) -> Any:
+        pytest.fail("measured, though nothing can be written")
+
+    with replaced((command, "_measure", fail)):
+        yield
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.usefixtures("unmeasured")
+def test_what_is_no_cache_of_this_format_is_named_once_and_stays(
+    what: str, tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "notes.json"
+    held = FOREIGN[what].encode(errors="surrogateescape")
+    file.write_bytes(held)
+    with pytest.warns(RuntimeWarning, match="tuning cache not used") as warned:
+        assert files.rows_for(HERE, file) == ()
+    assert len(warned) == 1 and str(file) in str(warned[0].message)
+    for write in (lambda: files.add(HERE, [ROW], file), lambda: tune_into(file)):
+        with pytest.raises(files.NotOursError, match="left as it is") as said:
+            write()
+        assert str(file) in str(said.value)
+    assert file.read_bytes() == held
+
+
+def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(with_row())
+    assert list(files.rows_for(HERE, file)) == [ROW]
+
+
+def is_refused(file: pathlib.Path, why: str) -> None:
+    with pytest.raises(files.NotOursError, match=why):
+        tune_into(file)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert files.rows_for(HERE, file) == ()
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in (tmp_path, pipe, pathlib.Path("/dev/full")):
+        is_refused(file, "is not a regular file")
+    large = tmp_path / "large.json"
+    files.add(HERE, [ROW], large)
+    with replaced((files, "MOST_BYTES", 100)):
+        is_refused(large, "more than 100")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for file in ("/proc/interlace/tune.json", f"{tmp_path}/file/tune.json", f"{tmp_path}/loop"):
+        with pytest.raises(OSError, match=file):
+            tune_into(pathlib.Path(file))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_file_or_folder_without_permission(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's answer counts, because root may write everywhere."""
+    file = tmp_path / "tune.json"
+    files.add(HERE, [ROW], file)
+    read_only = replaced((os, "access", lambda path, mode: False))
+    with read_only, pytest.raises(OSError, match="cannot be written: it is read-only"):
+        tune_into(file)
+
+    def refuse(*arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    with replaced((os, "open", refuse)):
+        arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
+        assert main.run(arguments) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_figures_are_printed_though_they_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = io.StringIO()
+    with replaced((files, "add", full)), pytest.raises(OSError, match="No space left"):
+        tune_into(tmp_path / "tune.json", out)
+    assert "default" in out.getvalue() and "candidates tried" in out.getvalue()
+    assert "written" not in out.getvalue()
+
+
+@contextmanager
+def umask(bits: int) -> Iterator[None]:
+    before = os.umask(bits)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_the_mode_of_the_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    with umask(0o022):
+        files.add(HERE, [ROW], file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644
+        file.chmod(0o664)
+        files.add(HERE, [ROW], file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o664
+
+
+def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "real.json", tmp_path / "tune.json"
+    link.symlink_to(target)
+    for _ in range(2):  # to a file that is not there yet, then to one that is
+        files.FILE.refuse_unwritable(link)
+        files.add(HERE, [ROW], link)
+        assert link.is_symlink() and not target.is_symlink()
+        assert list(files.rows_for(HERE, target)) == [ROW]
+    assert sorted(path.name for path in target.parent.iterdir()) == ["real.json", "real.json.lock"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tune.json"]
+
+
+def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "shapes"
+    file.write_text("# Llama\n1K 3584 8192\n\n2048x1792x4096  # small\n")
+    shapes = [(1024, 3584, 8192), (2048, 1792, 4096)]
+    given = TuneOptions(("all_gather_matmul", "all_reduce_norm"), shapes=str(file), place="shm")
+    jobs = [(op, shape[:end]) for op, end in zip(given.op, (3, 2), strict=True) for shape in shapes]
+    assert command.jobs_of(given) == jobs, "each takes the sizes that it has"
+    file.write_text("1 2 3\n4 5\n")
+    with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
+        command.jobs_of(TuneOptions(shapes=str(file), place="sim"))
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> None:
+    precious, file = tmp_path / "precious", tmp_path / "tune.json"
+    precious.write_text("all of it")
+    (tmp_path / "tune.json.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), files._hold_lock(file):
+        pass
+    assert precious.read_text() == "all of it"
+
+
+def add_calibration(file: pathlib.Path) -> files.MeasuredFile[Any]:
+    protocols = (LinkProtocol(0, 31.0, 1.9), LinkProtocol(1 << 16, 50.0, 3.5))
+    links = tuple(Link(0, 2, op, protocols) for op in calibration.OPS)
+    mesh = MeasuredMesh("interlace", (2,), "2026-11-22", "2.13.0", "0.1.0", "shm", links)
+    calibration.add(mesh, file)
+    return calibration.file_of("cpu")
+
+
+@thorough
+@pytest.mark.parametrize("kind", ["tune", "calibrate"])
+def test_100000_damaged_ones_are_refused(kind: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "file.json"
+    files.add(HERE, [ROW], file)
+    measured: Any = files.FILE
+    if kind == "calibrate":
+        file.unlink()
+        measured = add_calibration(file)
+    content = functools.partial(measured.content, file)
+    assert content()
+    assert read_100000_damaged(file, content, files.NotOursError) > 50_000

@@ -14,38 +14,16 @@ import torch
 import interlace
 from interlace.runtime.core.context import current
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
-from interlace.runtime.tuning import (
-    calibration,
-    configuration,
-    table,
-    tuning,
-)
+from interlace.runtime.tuning import calibration, configuration, table, tuning
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default, why_not
-from interlace.runtime.tuning.table import (
-    CHIPS,
-    GROUPED,
-    INTERPRETED,
-    SHAPES,
-    THRESHOLDS,
-    TILES,
-    Tile,
-)
+from interlace.runtime.tuning.table import CHIPS, GROUPED, INTERPRETED, SHAPES, THRESHOLDS, TILES
 from interlace.runtime.tuning.tuning import Problem, decide
 from ranks import ranks
 from stand_ins.replaced import environment
 
 ROOT = pathlib.Path(__file__).parents[3]
-ITEMSIZE = {
-    "fp32": 4,
-    "16 bit": 2,
-    "fp8": 1,
-    "fp8 exact": 1,
-    "fp8 fast": 1,
-    "": 4,
-    "packed": 1,
-    "packed exact": 1,
-    "packed fast": 1,
-}
+SMALL = [f"{kind}{how}" for kind in ("fp8", "packed") for how in ("", " exact", " fast")]
+ITEMSIZE = {"fp32": 4, "16 bit": 2, "": 4, **dict.fromkeys(SMALL, 1)}
 CAPABILITIES = {8: (80, 86, 87, 89), 9: (90,), 10: (100, 103), 12: (120, 121), "": (75, 110, 999)}
 DTYPES = {"fp32": torch.float32, "16 bit": torch.bfloat16, "fp8 fast": torch.float8_e4m3fn}
 
@@ -71,20 +49,14 @@ def test_every_row_says_where_it_comes_from() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "",
-        "measured",
-        "measured: on my machine",
-        "measured: benchmarks/results/none.json",
-        "model: x",
-    ],
+    ["", "measured", "measured: here", "measured: benchmarks/results/none.json", "model: x"],
 )
 def test_an_unfounded_source_is_seen(source: str) -> None:
     assert unfounded(source)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.arch} {t.dtype} {t.extents} {t.rows}")
-def test_a_chip_can_run_its_tiles(tile: Tile) -> None:
+def test_a_chip_can_run_its_tiles(tile: table.Tile) -> None:
     made = Configuration(**tile.values)
     for capability in CAPABILITIES[tile.arch]:
         assert why_not(made, capability, ITEMSIZE[tile.dtype]) == ""
