@@ -13,6 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from sim.tuning.test_tune_files import FOREIGN
+
 from cases.bundles import OPTIONS
 from cases.damage import damaged, damaged_json
 from faults.crew import folder
@@ -27,7 +29,6 @@ from interlace.runtime.tuning.files import rows_for
 from interlace.tools.bundle import BundleTarget, build_bundles
 from sim.core import test_plain
 from sim.tuning import test_tune_files
-from sim.tuning.test_tune_files import FOREIGN
 
 MOST_BYTES = 32 << 20
 """That a file of a few KiB may take while it is read."""
