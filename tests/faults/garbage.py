@@ -13,8 +13,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from sim.tuning.test_tune_files import FOREIGN
-
 from cases.bundles import OPTIONS
 from cases.damage import damaged, damaged_json
 from faults.crew import folder
@@ -24,11 +22,11 @@ from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
-from interlace.runtime.tuning import calibration
-from interlace.runtime.tuning.files import rows_for
+from interlace.runtime.tuning import calibration, files
 from interlace.tools.bundle import BundleTarget, build_bundles
 from sim.core import test_plain
-from sim.tuning import test_tune_files
+from sim.tuning import test_tune
+from sim.tuning.test_tune import FOREIGN
 
 MOST_BYTES = 32 << 20
 """That a file of a few KiB may take while it is read."""
@@ -62,12 +60,12 @@ def messages(plan: Plan) -> Iterator[Trial]:
 
 
 def tuned(file: Path) -> Reading:
-    test_tune_files.tuned(file)
-    return lambda path: rows_for(test_tune_files.HERE, path)
+    files.add(test_tune.HERE, [test_tune.ROW], file)
+    return lambda path: files.rows_for(test_tune.HERE, path)
 
 
 def calibrated(file: Path) -> Reading:
-    test_tune_files.calibrated(file)
+    test_tune.add_calibration(file)
     return lambda path: calibration.read("cpu", path)
 
 

@@ -102,7 +102,7 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for error in run(range(2), join):
         assert type(error) is PlaceUnavailableError
-        assert "needs a secret of the job in INTERLACE_SECRET" in str(error)
+        assert "needs a secret of the job. Set INTERLACE_SECRET" in str(error)
 
 
 def test_one_rank_needs_no_store() -> None:

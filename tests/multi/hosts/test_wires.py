@@ -131,7 +131,7 @@ def test_who_has_closed_its_end_is_seen_before_what_it_has_sent_is_read(pair: li
 def test_an_address_is_a_host_and_ports() -> None:
     assert read_address(plain.dumps(("host", 1, 2)), 2) == ("host", [1, 2])
     for other in (("host", 1, "2"), ("host", 1), ["host", 1, 2], None):
-        with pytest.raises(plain.UnreadableError, match="no address"):
+        with pytest.raises(plain.UnreadableError, match="not an address"):
             read_address(plain.dumps(other), 2)
 
 

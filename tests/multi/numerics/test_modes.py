@@ -49,36 +49,44 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     return made.view(dtype)
 
 
-@needs_modes
-@pytest.mark.parametrize("dtype", few(FLOATS, torch.float32, torch.bfloat16))
-@ranks(2)
-def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
-    rank = interlace.get_rank()
+def wrong_sums(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -> list[str]:
+    """Reduce while rank 1 is in ``mode``; return the cases that have other bits than in the usual mode.
+
+    ``seen``: whether ranks notice their modes.
+    """
+    rank, cases = interlace.get_rank(), []
     # a complex product depends on where in the range its factors are
     ops = ["sum", "avg", *([] if dtype.is_complex else ["product", "min", "max"])]
     torch.set_num_threads(1)
     parts = {nbytes: [payload(peer, nbytes, dtype) for peer in range(2)] for nbytes in SIZES}
     expected = {}
-    for op in ops:
-        for nbytes in SIZES:
-            expected[op, nbytes] = torch.empty_like(parts[nbytes][0])
-            reductions.fold(op, parts[nbytes], expected[op, nbytes])
+    for op, nbytes in itertools.product(ops, SIZES):
+        expected[op, nbytes] = torch.empty_like(parts[nbytes][0])
+        reductions.fold(op, parts[nbytes], expected[op, nbytes])
+    with in_mode(mode if rank else ""):
+        torch.set_num_threads(threads)
+        assert reductions.is_usual() == (rank == 0 or not seen)
+        for (op, nbytes), whole in expected.items():
+            half = whole.chunk(2)[rank]
+            summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
+            interlace.reduce_scatter_tensor(scattered, summed, op)
+            interlace.all_reduce(summed, op)
+            if threads > 1 and nbytes > reductions.EVERYWHERE:
+                whole, half = summed.clone(), scattered
+                interlace.broadcast(whole, 0)
+            for found, meant in ((summed, whole), (scattered, half)):
+                if not torch.equal(found.view(torch.uint8), meant.view(torch.uint8)):
+                    cases.append(f"{mode}, {threads} threads, {op} of {nbytes} bytes")
+            assert reductions.is_usual() == (rank == 0 or not seen)
+    return cases
+
+
+@needs_modes
+@pytest.mark.parametrize("dtype", few(FLOATS, torch.float32, torch.bfloat16))
+@ranks(2)
+def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
     for mode, threads in itertools.product(MODES, (1, 2)):
-        with in_mode(mode if rank else ""):
-            torch.set_num_threads(threads)
-            assert reductions.is_usual() == (rank == 0)
-            for (op, nbytes), whole in expected.items():
-                half = whole.chunk(2)[rank]
-                summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
-                interlace.reduce_scatter_tensor(scattered, summed, op)
-                interlace.all_reduce(summed, op)
-                if threads > 1 and nbytes > reductions.EVERYWHERE:
-                    whole, half = summed.clone(), scattered
-                    interlace.broadcast(whole, 0)
-                case = f"{mode}, {threads} threads, {op} of {nbytes} bytes"
-                for found, meant in ((summed, whole), (scattered, half)):
-                    assert torch.equal(found.view(torch.uint8), meant.view(torch.uint8)), case
-                assert reductions.is_usual() == (rank == 0)
+        assert wrong_sums(mode, dtype, threads) == []
 
 
 @triton.jit

@@ -68,6 +68,14 @@ def test_a_users_function_is_run_and_its_kernels_are_linted(
     assert int(checks["races"]["count"].split()[0]) > 100
 
 
+@thorough
+def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    code = command("python -m interlace verify all_gather")
+    text = capsys.readouterr().out
+    assert code == 0 and "No findings." in text
+    assert "found" not in text and all(check in text for check in ("races", "late stores", "lint"))
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_it_does_less_unless_more_is_asked_for(own: bool) -> None:
     less, more = (_plan(VerifyOptions(full=full), own) for full in (False, True))
